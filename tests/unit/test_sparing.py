@@ -110,6 +110,22 @@ def test_a_rollback_that_comes_between_the_decision_and_the_launch_counts() -> N
     assert not story.state.spare
 
 
+@pytest.mark.parametrize("what", ["restart", "rollback"])
+def test_ranks_that_were_to_end_do_not_go_on_if_the_next_attempt_fails_before_they_have(what: str) -> None:
+    """They are of the state that was rolled back, or of the processes that nobody wants."""
+    story = two_ranks_each()
+    story.asked(what)
+    story.stopped(spared={0: 10, 1: 10, 2: 10, 3: 10})
+    story.backed_off()
+    assert (story.state.attempt, story.last(Launch).spare) == (2, False)
+    began = story.state.placement[0]
+    story.feed(ev.WorkersStarted(t=story.t, node=began, attempt=2, pids=(71, 72)))
+    story.failed(0, -9)
+    story.stopped(spared={2: 10, 3: 10})  # the other has not begun, and stops what it had
+    story.backed_off()
+    assert (story.state.attempt, story.last(Launch).spare) == (3, False)
+
+
 def test_it_is_not_tried_for_ever() -> None:
     story = two_ranks_each(spares=0)
     actions = []

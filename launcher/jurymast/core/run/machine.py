@@ -314,7 +314,9 @@ def _workers_stopped(state: RunState, event: ev.WorkersStopped) -> list[Instruct
         return []
     node.ready, node.store_port = event.store_port != 0, event.store_port
     if event.attempt == state.attempt and (event.spared or not node.ready):
-        state.spared[node.name] = event.spared
+        # Those of the attempt before were to end for this one, if it did not begin there yet.
+        before = state.anew and event.node not in state.started
+        state.spared[node.name] = () if before else event.spared
     if not node.ready and node.role in (Role.ACTIVE, Role.SPARE):
         node.become(Role.JOINING, "its torchrun host died, another is warming up", event.t)
     elif node.ready and node.role is Role.JOINING:  # it was ready before, as the journal does not know

@@ -533,7 +533,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
     state.started, state.finished, state.stopped = set(), set(), set()
     state.restore = state.cadence = None
     spare = state.spare and any(state.spared.get(name) for name in placement)
-    state.kept, state.spared, state.spare = {}, {}, False
+    state.kept, state.spared, state.spare, state.anew = {}, {}, False, not spare
     state.unanswered, state.base, state.time_out_s = {}, None, 0.0
     state.step, state.first_step_at, state.stepped_at, state.up_at = 0, None, state.now, state.now
     state.samples = state.tokens = 0

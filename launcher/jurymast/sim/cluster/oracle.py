@@ -268,7 +268,9 @@ class Oracle:
             return  # it ends as under srun
         if self.cluster.wanted.tasks and state.phase is Phase.FAILED and self.tasks.fails(state.exit_code):
             return
-        fruitless = state.attempt >= self._stepped_in + ATTEMPTS_WITHOUT_STEP - 1
+        # Nodes may also fail before an attempt begins.
+        since = sum(incident.attempt >= self._stepped_in for incident in state.incidents)
+        fruitless = since >= ATTEMPTS_WITHOUT_STEP
         if state.phase is Phase.FAILED and (fruitless or self.health.spent(state)):
             return
         if state.phase is Phase.FAILED or len(fine) >= self.cluster.plan.active:
@@ -519,7 +521,9 @@ class Oracle:
     def _leaving(self) -> bool:
         """Whether ranks may yet leave that have caught a signal."""
         newest, now = self._newest, self.cluster.world.now
-        return newest is not None and newest.caught != "" and now < newest.caught_at + LEAVE_S
+        # A supervisor that has just taken over hears of it then.
+        told_at = max(newest.caught_at, self._supervises_since) if newest is not None else 0.0
+        return newest is not None and newest.caught != "" and now < told_at + LEAVE_S
 
     def _hang_in_grace(self) -> bool:
         """Whether Slurm ends the job, as the journal says, and ranks hang that were told to end: they may be
