@@ -252,7 +252,8 @@ class Oracle:
                 self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
             return
         if isinstance(decided, Requeue) and state.incidents[-1].cause == "requeue_asked":
-            if not self.cluster.wanted.renews or math.isinf(self.cluster.ends_in_s or 0.0):
+            near = self.cluster.ending or not math.isinf(self.cluster.ends_in_s or 0.0)
+            if not (self.cluster.wanted.renews and near):
                 self.fail(AGREES, "the run is requeued for a time limit that is not there")
             return
         fine = [
