@@ -122,6 +122,11 @@ async def _open_fence(self: Hold) -> bool:
     return False
 
 
+def _does_not_wait(self: Departure, unwritten: bool) -> bool:
+    """Its journal is as far away as the epochs, and it would wait for that."""
+    return False
+
+
 def _listed_only(self: RunDisk, node: str) -> int:
     seen_at = self.storage.view_at(node)
     return max((e for e, (t, by) in self.claims.items() if t <= seen_at or by == node), default=0)
@@ -562,7 +567,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     ),
     "B9: a supervisor that cannot see the epochs takes itself for the newest": (
         exactly(ends_while_another_rules),
-        [(Hold, "is_superseded", _open_fence)],
+        [(Hold, "is_superseded", _open_fence), (Departure, "_waits_for_journal", _does_not_wait)],
     ),
     "S1: epochs are only found in the directory's list": (
         exactly(stalled_while_views_are_old),
