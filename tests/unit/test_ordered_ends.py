@@ -470,7 +470,7 @@ def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(fir
     nodes = [*story.state.nodes]
     for node in nodes:
         supervisor.joins(node, ranks="running", attempt=1)
-    ended = msg.Ask(what=msg.STEP_ENDED, by=msg.BY_STEP)
+    ended = msg.Ask(what=ev.STEP_ENDED, by="whoever did so")
     assert isinstance(supervisor.machine.on_request(ended, story.t)[0], msg.Declined), "agents are connected"
     for number, node in enumerate(nodes, 1):
         supervisor.machine.on_connection_closed(node, number, story.t, reset=True)
@@ -482,7 +482,7 @@ def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(fir
     assert isinstance(answer, msg.Accepted)
     supervisor.machine.check()
     assert story.state.public_state == "cancelled"
-    assert "scancel JOB.STEP" in story.state.end_reason
+    assert story.state.end_reason == "cancel requested by whoever did so"
     assert story.state.excluded == {}
     assert failures(story) == 0.0
     supervisor.waits(2.0, beating=())
@@ -517,6 +517,6 @@ def test_the_end_of_the_step_of_a_run_that_is_to_be_requeued_is_its_own() -> Non
     story.stopped()
     assert story.state.phase is Phase.REQUEUED
     supervisor = Successor(story)
-    ended = msg.Ask(what=msg.STEP_ENDED, by=msg.BY_STEP)
+    ended = msg.Ask(what=ev.STEP_ENDED, by="whoever did so")
     assert isinstance(supervisor.machine.on_request(ended, story.t)[0], msg.Declined)
     assert story.state.phase is Phase.REQUEUED

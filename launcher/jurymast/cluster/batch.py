@@ -36,6 +36,7 @@ from jurymast.cluster.allocation import (
 )
 from jurymast.cluster.control import (
     STILL_RUNNING,
+    UNKNOWN,
     requeue,
     signals_tasks_alone,
     survive,
@@ -43,7 +44,8 @@ from jurymast.cluster.control import (
     why_ending,
 )
 from jurymast.cluster.signals import WARNINGS
-from jurymast.core.state.messages import BY_STEP, STEP_ENDED, Accepted
+from jurymast.core.state.events import STEP_ENDED
+from jurymast.core.state.messages import Accepted
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision import batch as core
 from jurymast.errors import JurymastError, RunDirectoryError, never
@@ -170,6 +172,7 @@ def end_with_us() -> None:
 # ---- the batch process
 
 SUM_UP_LIMIT_S = 10.0
+BY_STEP = "whoever ended its step in Slurm (as by scancel JOB.STEP, or the time limit of srun)"
 SIGNALLED = 128  # the exit code of what a signal has ended, less its number
 LOOK_S = 0.5
 # How long a job whose storage is full, or fails, waits with its beginning, and between two tries.
@@ -277,7 +280,10 @@ class BatchProcess:
         while not self._over.wait(LOOK_S):
             if not self._agents.were_killed():
                 continue
-            if why_ending(self._allocation).why != STILL_RUNNING:
+            why = why_ending(self._allocation).why
+            if why == UNKNOWN:
+                continue  # Slurm does not answer, and may later
+            if why != STILL_RUNNING:
                 return
             with contextlib.suppress(JurymastError):
                 if isinstance(ask(self._directory, STEP_ENDED, by=BY_STEP), Accepted):

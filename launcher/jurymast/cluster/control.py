@@ -25,7 +25,7 @@ from jurymast.rundir import RunDirectory
 
 Answer = TypeVar("Answer")
 
-STILL_RUNNING = "running"
+STILL_RUNNING, UNKNOWN = "running", "unknown"
 _GOES_ON = frozenset({"RUNNING", "SIGNALING", "RESIZING", "CONFIGURING", "SUSPENDED", "STOPPED"})
 # What Slurm shows as Reason of a job that it has ended itself, in lower case, and the words for that.
 _ENDED_FOR = {
@@ -282,7 +282,7 @@ def why_ending(allocation: Allocation) -> Ending:
         else:
             why = reason_of(fields, allocation.restarts)
             return Ending(why, kill_in_s(fields, kill_wait_s(), time.time()))
-    return Ending("unknown")
+    return Ending(UNKNOWN)
 
 
 def kill_in_s(job: dict[str, str], kill_wait_s: float | None, now: float) -> float | None:
@@ -387,4 +387,4 @@ def reason_of(job: dict[str, str], restarts: int) -> str:
     limit_s, ran_s = seconds_of(job.get("TimeLimit", "")), seconds_of(job.get("RunTime", ""))
     if limit_s is not None and ran_s is not None and ran_s >= limit_s:
         return "timeout"
-    return "cancelled" if "COMPLETING" in states else job.get("JobState", "").lower() or "unknown"
+    return "cancelled" if "COMPLETING" in states else job.get("JobState", "").lower() or UNKNOWN

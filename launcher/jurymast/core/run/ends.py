@@ -29,12 +29,10 @@ def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) 
     return finish(state, how, exit_code, reason)
 
 
-def step_ended(state: RunState, exit_code: int, reason: str) -> list[Instruction]:
-    """Slurm ended the step of all agents, and with it the run. Those that it killed first may have been taken
-    for lost."""
+def step_ended(state: RunState) -> None:
+    """Slurm ended the step of all agents. Those that it killed first may have been taken for lost."""
     state.end_order = EndOrder(state.now, "cancelled")
     _acquit(state, state.end_order)
-    return finish_from_outside(state, "cancelled", exit_code, reason)
 
 
 def lost_nodes(state: RunState) -> list[str]:

@@ -21,7 +21,6 @@ from jurymast.core.state.effects import Dismiss, Instruction, Requeue
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.state.findings import Verdict
 from jurymast.core.state.images import SHARED
-from jurymast.core.state.messages import BY_STEP
 from jurymast.core.state.run import (
     WITH_RANKS,
     EndOrder,
@@ -279,10 +278,10 @@ def _ranks_hung(state: RunState, event: ev.RanksHung) -> list[Instruction]:
 
 
 def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
-    if event.what == "cancel":
+    if event.what == ev.STEP_ENDED:
+        ends.step_ended(state)
+    if event.what in ("cancel", ev.STEP_ENDED):
         why = f"cancel requested by {event.by}"
-        if event.by == BY_STEP:
-            return ends.step_ended(state, RunCancelledError.exit_code, why)
         return ends.finish_from_outside(state, "cancelled", RunCancelledError.exit_code, why)
     if event.what == "save":
         if event.node in state.nodes:

@@ -391,13 +391,14 @@ class SavesTo(Event, frozen=True, kw_only=True):
     directory: str
 
 
-RELAUNCH, REQUEUE, GROW = "relaunch", "requeue", "grow"
+RELAUNCH, REQUEUE, GROW, STEP_ENDED = "relaunch", "requeue", "grow", "step_ended"
 
 
 class Asked(Event, frozen=True, kw_only=True):
     """A user requested something: cancel, restart, save, rollback, or drain: the replacement of `node`. Or
     the supervisor itself did: a relaunch, which is a restart that nobody ordered, a requeue, or to grow: to
-    go on with nodes that were lacking. A save with a `node` comes before that node is removed. `timeout`: a
+    go on with nodes that were lacking. Or Slurm has ended the step of all agents, but not the job, which is a
+    cancel by whoever had it do so. A save with a `node` comes before that node is removed. `timeout`: a
     requeue is for the time limit. `grace_s`: so long the ranks have to keep what they have to, if that is
     more than the policy's."""
 

@@ -279,15 +279,10 @@ class Endpoint:
     pid: int
 
 
-# What the batch process requests once Slurm has ended the step of all agents, but not the job, and for whom.
-STEP_ENDED = "step_ended"
-MEANS = {STEP_ENDED: "cancel"}  # what is recorded
-BY_STEP = "whoever ended its step in Slurm (scancel JOB.STEP, or the time limit of srun)"
-
-
 class Ask(ToSupervisor, frozen=True, kw_only=True):
     """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
-    `step`), save, requeue, timeout (the same, as if the job's time were up), or how (the run's condition)."""
+    `step`), save, requeue, timeout (the same, as if the job's time were up), how (the run's condition), or, by
+    the batch process, `events.STEP_ENDED`."""
 
     what: str
     by: str

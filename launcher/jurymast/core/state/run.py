@@ -282,7 +282,7 @@ class RunState:
     stopped: set[str] = field(default_factory=set)
     spared: dict[str, tuple[SparedRank, ...]] = field(default_factory=dict)  # by node, since it has stopped
     spare: bool = False  # these ranks go on in the next attempt
-    anew: bool = True  # in the present attempt none do
+    anew: bool = True  # all ranks of the present attempt are new processes
     # Nodes with ranks that stay only because no spare was ready, with the blame if it is for a finding.
     kept: dict[str, Blame | None] = field(default_factory=dict)
     deadline: float | None = None  # end of the present phase

@@ -90,10 +90,10 @@ def spoken_s(seconds: float) -> str:
 
 def request(what: str, node: str = "") -> str:
     """Describe what a user requested, like "restart" or "replacement of node n2". The journal calls a
-    replacement by a user a drain."""
+    replacement by a user a drain, and a cancel by an end of the agents' step step_ended."""
     if what == "save" and node:
         return f"save before node {node} is removed"
-    named = "replacement" if what == "drain" else what
+    named = {"drain": "replacement", "step_ended": "cancel"}.get(what, what)
     return f"{named} of node {node}" if node else named
 
 

@@ -100,7 +100,7 @@ class Departure:
     def refusal(self, what: str) -> str:
         """Why it changes nothing that Slurm has ended the step in which the agents were, if that is
         requested; "" if the run ends by that."""
-        if what != msg.STEP_ENDED:
+        if what != ev.STEP_ENDED:
             return ""
         if self._own or self.ordered:
             return "the run leaves its nodes in any case"

@@ -67,7 +67,7 @@ STEADY_LOOKS = 3
 # What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
 # agree on one of them.
 SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
-REQUESTS = {"cancel", "restart", "drain", "rollback", "save", msg.STEP_ENDED, *renewal.REQUESTS}
+REQUESTS = {"cancel", "restart", "drain", "rollback", "save", ev.STEP_ENDED, *renewal.REQUESTS}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
 # Who requests the last save before the job's end, which is then written to storage at once.
 WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
@@ -574,7 +574,7 @@ class Supervision:
             return self.record(self._renewal.requested(ask.what, ask.by, now))
         if ask.what == "drain" and ask.node in self.state.places:
             return self._do(self._withdrawals.save_first(ask, now), now)
-        event = ev.Asked(t=now, what=msg.MEANS.get(ask.what, ask.what), by=ask.by, node=ask.node)
+        event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
         back = []
         if ask.what == "rollback" and ask.step is not None:
             back = self._do(self.checkpoints.go_back(ask.step, now), now)
