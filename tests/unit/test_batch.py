@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from jurymast.cluster import batch
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.batch import BatchProcess, LocalAgents
+from jurymast.cluster.control import Ending
 from jurymast.core.supervision import batch as core
 from jurymast.core.supervision.batch import (
     FAILED,
@@ -195,6 +197,7 @@ import pathlib, signal, subprocess, sys
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster import batch
 from jurymast.cluster.batch import BatchProcess, LocalAgents
+from jurymast.cluster.control import Ending
 from jurymast.rundir import RunDirectory
 directory = RunDirectory(sys.argv[1])
 allocation = Allocation("local-17", 1, ("local-1",), "local-1", 0.0)
@@ -232,3 +235,26 @@ def test_every_warning_that_a_job_can_ask_for_reaches_the_supervisor(
                 os.killpg(batch.pid, signal.SIGKILL)
     ends = name in ("TERM", "INT")
     assert (tmp_path / "heard").read_text() == ("SIGTERM" if ends else "SIGUSR2")
+
+
+class KilledAgents(LocalAgents):
+    def were_killed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answers", "alone"),
+    [(["running"], True), (["unknown", "unknown", "running"], True), (["unknown", "preempted"], False)],
+)
+def test_whether_slurm_has_ended_the_step_alone_is_asked_until_slurm_answers(
+    answers: list[str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(answers)
+    monkeypatch.setattr(batch, "LOOK_S", 0.0)
+    monkeypatch.setattr(batch, "why_ending", lambda _: Ending(left.pop(0)))
+    allocation = Allocation("17", 0, ("n1", "n2"), "n1", 0.0)
+    over = threading.Event()
+    assert batch.ended_alone(KilledAgents("run", []), allocation, over) is alone
+    assert not left
+    over.set()
+    assert not batch.ended_alone(KilledAgents("run", []), allocation, over), "nobody asks any more"

@@ -180,6 +180,15 @@ STORAGE_LIMIT_S, STORAGE_RETRY_S = 3600.0, 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 
 
+def ended_alone(agents: Agents, allocation: Allocation, over: threading.Event) -> bool:
+    """Wait until Slurm has ended the step of all agents, but not the job. False once it ends the job as well,
+    or `over` is set; as long as Slurm does not answer, neither is known."""
+    while not over.wait(LOOK_S):
+        if agents.were_killed() and (why := why_ending(allocation).why) != UNKNOWN:
+            return why == STILL_RUNNING
+    return False
+
+
 class BatchProcess:
     """Runs one allocation, or one training step in it."""
 
@@ -277,14 +286,7 @@ class BatchProcess:
     def _watch_step(self) -> None:
         """If Slurm ends the step of all agents, but not the job, tell the supervisor, who would take all
         nodes for lost. It says no while an agent is left, or if the run has ended or is to be requeued."""
-        while not self._over.wait(LOOK_S):
-            if not self._agents.were_killed():
-                continue
-            why = why_ending(self._allocation).why
-            if why == UNKNOWN:
-                continue  # Slurm does not answer, and may later
-            if why != STILL_RUNNING:
-                return
+        while ended_alone(self._agents, self._allocation, self._over):
             with contextlib.suppress(JurymastError):
                 if isinstance(ask(self._directory, STEP_ENDED, by=BY_STEP), Accepted):
                     self.step_ended = True

@@ -281,8 +281,8 @@ class Endpoint:
 
 class Ask(ToSupervisor, frozen=True, kw_only=True):
     """A request `what` by the user `by`: cancel, restart, drain (replacement of `node`), rollback (to
-    `step`), save, requeue, timeout (the same, as if the job's time were up), how (the run's condition), or, by
-    the batch process, `events.STEP_ENDED`."""
+    `step`), save, requeue, timeout (the same, as if the job's time were up), how (the run's condition), or,
+    by the batch process, `events.STEP_ENDED`."""
 
     what: str
     by: str
