@@ -45,10 +45,44 @@ from support.planted import (
     taken_over_when_the_journal_is_long,
     uneven_by_design,
 )
+from support.planted_told import step_ends
 
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "ranks that began after Slurm's order to end left with 0 at the signal": (
+        '{"seed":105006010,"active":2,"spares":1,"ranks":2,"cadence_steps":5,"room":8,'
+        '"faults":[{"at":4.28,"kind":"preempted","node":0,"other":2},'
+        '{"at":5.82,"kind":"snap","node":1,"other":2},'
+        '{"at":10.36,"kind":"half told","node":2,"other":1},'
+        '{"at":11.21,"kind":"supervisor","node":2,"other":1},'
+        '{"at":15.42,"kind":"caught","node":1,"other":0,"seconds":0.71}],"last_step":82,"copy_s":6.4,'
+        '"at_term":"goes on","lives":true,"spread":"apart"}'
+    ),
+    "storage is full when a run is requeued, and an agent joins when the others leave": (
+        '{"seed":105005624,"active":3,"spares":1,"ranks":1,"cadence_steps":null,"room":1,'
+        '"faults":[{"at":9.42,"kind":"storage full","node":1,"other":3,"seconds":0.3,"when":"requeued"},'
+        '{"at":13.39,"kind":"rank","node":2,"other":0},'
+        '{"at":16.99,"kind":"power","node":1,"other":3,"seconds":35.56}],"at_term":"leaves",'
+        '"lives":true,"spread":"apart","least":2,"pool":0}'
+    ),
+    "a signal is caught, a node freezes, and a rank is stopped at the same moment": (
+        '{"seed":106006523,"active":3,"spares":0,"ranks":2,"cadence_steps":5,"room":8,'
+        '"faults":[{"at":5.34,"kind":"caught","node":0,"other":1,"seconds":0.36},'
+        '{"at":6.05,"kind":"freeze","node":0,"other":1,"seconds":4.0},'
+        '{"at":6.09,"kind":"stopped","node":1,"other":2,"seconds":0.43},'
+        '{"at":12.79,"kind":"rank","node":0,"other":2}],"at_term":"loses","lives":true,"spread":"apart",'
+        '"pool":1}'
+    ),
+    "ranks went on in process from a state that was rolled back": (
+        '{"seed":108009598,"active":2,"spares":0,"ranks":1,"cadence_steps":5,"room":1,'
+        '"faults":[{"at":9.38,"kind":"fails tests","node":0,"other":1},'
+        '{"at":11.28,"kind":"agent","node":0,"other":1,"seconds":3.71,"when":"stopping"},'
+        '{"at":13.27,"kind":"corrupt","node":0,"other":1},'
+        '{"at":14.49,"kind":"rollback","node":0,"other":1},'
+        '{"at":15.04,"kind":"rank","node":0,"other":1}],"at_term":"stays","tests":true,"lives":true,'
+        '"pool":1}'
+    ),
     "an ill node kept its ranks while another was about to be ready again": (
         '{"seed":101202084,"active":3,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"faults":['
         '{"at":3.87,"kind":"supervisor","node":1},{"at":16.93,"kind":"gpu lost","node":2,"other":3}],'
@@ -400,6 +434,12 @@ def test_no_rule_is_broken_by(
     plans = exactly(faults)
     broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
     assert broken == []
+
+
+def test_no_rule_is_broken_where_slurm_ends_the_step_of_the_agents() -> None:
+    results = [run(step_ends(seed)) for seed in range(60)]
+    assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
+    assert sum(one.state == "cancelled" for one in results) > 40, "it ends nothing"
 
 
 def test_a_run_that_never_gets_beyond_a_step_gives_up() -> None:

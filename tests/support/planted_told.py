@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from jurymast.core.agent.succession import Succession
 from jurymast.core.checkpoints import replicas
 from jurymast.core.goodput import Interval, Ledger
+from jurymast.core.judges import explained
 from jurymast.core.run import ends, machine, recovery
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState
+from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
-from jurymast.sim.cluster.plans import Fault, Plan, random_plan
+from jurymast.sim.cluster.plans import Fault, Plan, mixed_plan, random_plan
 
 _on_pulse, _missing, _book = Succession.on_pulse, replicas.missing_replicas, Ledger._book
 
@@ -22,6 +25,16 @@ def _given_up_in_a_recovery(seed: int) -> Plan:
     """Somebody cancels the run when a rank has failed, and its steps are done again."""
     at = Random(seed).uniform(6.0, 12.0)
     return Plan(seed, 2, 1, 1, 5, 8, (Fault(at, "rank", node=1), Fault(at + 1.5, "given up")))
+
+
+def step_ends(seed: int) -> Plan:
+    """Slurm ends the step of all agents, at any moment of the run, and maybe something else strikes it."""
+    chance = Random(seed)
+    plan = mixed_plan(seed)
+    at = chance.choice((chance.uniform(0.3, 4.0), chance.uniform(4.0, 20.0)))
+    others = plan.faults[: chance.choice((0, 0, 1, 2))]
+    faults = sorted((*others, Fault(round(at, 2), "step ends")), key=lambda fault: fault.at)
+    return replace(plan, faults=tuple(faults))
 
 
 def _deaf(self: Succession, value: str | None, now: float) -> Any:
@@ -64,6 +77,14 @@ def _all_again(copies: Any, *rest: Any, **named: Any) -> Any:
     return _missing(_Forgetful(copies), *rest, **named)  # type: ignore[arg-type]
 
 
+def _refuses(*_: Any) -> str:
+    return "no"
+
+
+def _over(_: RunState) -> bool:
+    return False
+
+
 def _back_in_time(self: Ledger, until: int, activity: str, incident: int | None = None) -> None:
     if until < self._frontier:
         self.timeline.append(Interval(self._frontier, until, activity))
@@ -89,5 +110,7 @@ PLANTED_TOLD: dict[str, Any] = {
         [(machine, "_HANDLERS", _untold)],
     ),
     "61: whoever has an image copies it again": (random_plan, [(replicas, "missing_replicas", _all_again)]),
+    "62: the word of a step's end is refused": (step_ends, [(Departure, "refusal", _refuses)]),
+    "62: nobody waits for the word of a step's end": (step_ends, [(explained, "may_have_ended", _over)]),
     "21: what is booked goes back in time": (random_plan, [(Ledger, "_book", _back_in_time)]),
 }

@@ -511,6 +511,45 @@ def test_the_word_of_the_batch_process_is_waited_for_if_no_agent_is_left(signall
     assert story.state.public_state == "requeued", "nobody says anything"
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_step_that_ends_before_the_first_attempt_ends_the_run(told: bool) -> None:
+    """Agents end one after the other: the first one alone would be a reason to try other nodes."""
+    story = Story(active=2, spares=0)
+    story.feed(ev.SupervisorStarted(t=story.t, epoch=1, node="n1"))
+    story.feed(
+        ev.AllocationStarted(
+            t=story.t, slurm_job="17", restarts=0, nodes=("n1", "n2"), host="n1", eligible_at=0.0
+        )
+    )
+    for name in ("n1", "n2"):
+        story.feed(ev.NodeJoined(t=story.t, node=name, address="10.0.0.1", incarnation=name, gpus=0))
+    for name, how in (("n1", "closed"), ("n2", "taken")):
+        story.t += 0.3
+        story.feed(ev.NodeLost(t=story.t, node=name, how=how, silent_s=0.3))
+    story.wait(NOBODY_LIMIT_S - 2.0)
+    assert story.state.phase is Phase.STARTING
+    if told:
+        story.feed(ev.Asked(t=story.t, what=ev.STEP_ENDED, by="whoever did so"))
+    story.wait(4.0)
+    assert story.state.public_state == ("cancelled" if told else "requeued")
+    assert set(story.state.excluded) == (set() if told else {"n1"})
+
+
+def test_a_step_that_ends_while_a_place_is_open_ends_the_run() -> None:
+    story = Story(active=2, spares=1).running(100)
+    story.lost(story.state.placement[0])
+    spare = next(name for name in story.state.nodes if name not in story.state.placement)
+    story.state.nodes[spare].ready = False
+    story.stopped()
+    assert story.state.phase is Phase.WAITING
+    for name in story.state.nodes:
+        story.feed(ev.NodeLost(t=story.t, node=name, how="closed", silent_s=0.3))
+    story.wait(NOBODY_LIMIT_S - 2.0)
+    assert story.state.phase is Phase.WAITING
+    story.feed(ev.Asked(t=story.t, what=ev.STEP_ENDED, by="whoever did so"))
+    assert story.state.public_state == "cancelled"
+
+
 def test_the_end_of_the_step_of_a_run_that_is_to_be_requeued_is_its_own() -> None:
     story = Story(active=2, spares=0).running(100)
     story.lost(story.state.placement[1])

@@ -195,7 +195,7 @@ def test_a_run_that_starts_waits_for_whom_an_earlier_supervisor_did_not_hear() -
     )  # fmt: skip
     for name in names[1:]:
         story.feed(ev.NodeJoined(t=story.t, node=name, address="", incarnation="i"))
-    story.state.nodes["n2"].role, story.state.nodes["n2"].unheard = Role.FAILED, True
+    story.state.nodes["n2"].role, story.state.nodes["n2"].lost_how = Role.FAILED, "silent"
     story.state.nodes["n2"].since = story.t
     story.feed(ev.SupervisorStarted(t=story.t, epoch=2, node="n3"))
     story.wait(1.0)

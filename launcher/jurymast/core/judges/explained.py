@@ -25,12 +25,24 @@ def awaited(state: RunState) -> bool:
     """Whether the word of a next agent is waited for, or, if none is left, that of the batch process. Ready
     spares take over at once, but a requeue costs more than that moment."""
     lost = {name for name in state.placement if state.nodes[name].role is Role.FAILED}
-    nobody = all(node.role is Role.FAILED for node in state.nodes.values())
-    hows, limit_s = (("closed", "taken"), NOBODY_LIMIT_S) if nobody else (("closed",), LIMIT_S)
-    closed = [e for e in state.findings.lost if e.how in hows and state.now < e.t + limit_s]
-    if state.end_order is not None or not any(e.node in lost for e in closed):
+    if state.end_order is not None or sum(node.usable for node in state.nodes.values()) >= len(lost):
         return False
-    return sum(node.usable for node in state.nodes.values()) < len(lost)
+    if len(lost) == len(state.placement) and may_have_ended(state):
+        return True
+    return any(
+        e.node in lost and e.how == "closed" and state.now < e.t + LIMIT_S for e in state.findings.lost
+    )
+
+
+def may_have_ended(state: RunState) -> bool:
+    """Whether Slurm may have ended the step of all agents a moment ago. The last ones end a second after the
+    first."""
+    nodes = state.nodes.values()
+    ended = [
+        node.since for node in nodes if node.role is Role.FAILED and node.lost_how in ("closed", "taken")
+    ]
+    limit_s = LIMIT_S if any(node.role is not Role.FAILED for node in nodes) else NOBODY_LIMIT_S
+    return state.end_order is None and bool(ended) and state.now < max(ended) + limit_s
 
 
 def explain(state: RunState, node: Node, kills: int) -> Cause | None:

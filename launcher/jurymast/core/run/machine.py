@@ -242,7 +242,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     # What Slurm or somebody ends has not failed.
     node.faultless = event.how == "taken" or state.end_order is not None
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
-    node.unheard = event.how in ("silent", "closed")
+    node.lost_how = event.how
     if event.node not in state.places:
         return []
     if state.phase is Phase.WAITING:  # decided already; its place is one more to fill

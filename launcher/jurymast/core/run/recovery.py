@@ -374,6 +374,9 @@ def _start(state: RunState, came: int | None) -> list[Instruction]:
     tell = sum(n.unloadable for n in state.nodes.values()) == 1 and any(n.role is Role.JOINING for n in alive)
     if not late and (len(alive) >= state.active or tell):
         return []
+    if explained.may_have_ended(state):
+        state.awaited = 0  # time alone ends that
+        return []
     # Nodes that are still warming up are not to blame, unless they have used all their time.
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
     for node in missing:
@@ -469,6 +472,8 @@ def _fill_places(state: RunState) -> list[Instruction]:
     incident = state.incidents[-1]
     if size.may_shrink_to(state, len(state.placement) - missing_now):
         return _shrink(state, open_places, [node.name for node in spares], why_not)
+    if explained.may_have_ended(state):
+        return []
     incident.action = "requeue"
     incident.why += f"; {why_not}"
     if state.may_requeue:

@@ -83,7 +83,7 @@ class Node:
     faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
     unloadable: bool = False  # the run's Python cannot load torch on it
     cleared: bool = False  # blamed for what was then found to be no fault of its own
-    unheard: bool = False  # lost because its supervisor did not hear it: another one may
+    lost_how: str = ""  # see `events.NodeLost`
     awaited: bool = False  # lost in this way under an earlier supervisor, and not yet under the present one
     findings: dict[str, Finding] = field(default_factory=dict)  # that hold, or events of this allocation
     gpus: int = 0
@@ -95,8 +95,13 @@ class Node:
             self.since = t
             self.tested = "" if role is Role.SUSPECT else self.tested
             self.cleared = self.cleared and role is not Role.FAILED
-            self.unheard = self.awaited = False
+            self.lost_how, self.awaited = "", False
         self.role, self.reason = role, reason
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it is lost because its supervisor did not hear it. Another one may."""
+        return self.lost_how in ("silent", "closed")
 
     @property
     def marked(self) -> bool:

@@ -93,6 +93,7 @@ class SimSite:
     def start_agent(self) -> None:
         """Start an agent if there is none, the job has this node, and the job continues."""
         here = self.cluster.allocated and self.cluster.sites.get(self.name) is self
+        here = here and bool(self.cluster.has_step or self.refill)
         if self.up and here and self.name not in self.cluster.without and self.agent is None:
             self.agents += 1
             self.agent = SimAgent(self.cluster, self)

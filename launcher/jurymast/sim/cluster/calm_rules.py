@@ -48,7 +48,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "old view": ("node_lost", *_STORAGE), "unmounted": _STORAGE,
     "storage full": ("allocation_lost",),  # a requeue is then not recorded
     "preempted": _ENDS, "killed": _ENDS, "cancelled": _ENDS, "timeout": _ENDS, "grace": _ENDS,
-    "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
+    "step ends": _LINK, "signal": _ENDS, "signal all": _ENDS, "warning": _ENDS,
 }  # fmt: skip
 # It names a node that was struck, unless it is the first that misses others.
 _OF_A_NODE = (
@@ -67,7 +67,7 @@ AT_STORAGE = {
     "unmounted",
 }
 # These may show on other nodes than those that they name, also on those of the next allocation.
-EVERYWHERE = {"breaks", "supervisor", "half told", "signal all", "isolate", "flaps", "stall"}
+EVERYWHERE = {"breaks", "step ends", "supervisor", "half told", "signal all", "isolate", "flaps", "stall"}
 
 
 class CalmRules:

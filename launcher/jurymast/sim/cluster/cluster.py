@@ -6,8 +6,10 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
@@ -34,6 +36,7 @@ FLAP_S = 0.2, 3.0
 KILL_WAIT_S, QUEUE_S = 30.0, (1.0, 3.0)
 WATCHED_LIVES = 3
 TERM_SAVES_S = 8.0
+STEP_ENDS_S = 0.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Cluster:
         self.pool, self.without = Pool(self, wanted.pool or 0), set[str]()  # and nodes that Slurm has again
         self.step_s = chance.uniform(0.1, 0.4)
         self.allocated, self.ending, self.restarts = True, "", 0
+        self.has_step = True  # that of the agents
         self.accounts = wanted.seed % 2 == 0  # whether Slurm keeps some
         self.ended_as = ""  # the life before, as they say
         self._until = wanted.seconds
@@ -158,7 +162,7 @@ class Cluster:
     # ---- what happens in it
 
     def _start_job(self) -> None:
-        self.began_at = BEGINNING + self.world.now
+        self.began_at, self.has_step = BEGINNING + self.world.now, True
         self.batch_host, self.batch_port = next(iter(self.sites)), self.new_port()
         self.batch_place = self.batch_host, self.batch_port
         self.batch, self.batch_process = batch.Batch(), self.sites[self.batch_host].process()
@@ -196,7 +200,7 @@ class Cluster:
 
     def _look_of_batch(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:
-            self._of_batch(self.batch.on_time(None, self.world.now, agents=True))
+            self._of_batch(self.batch.on_time(None, self.world.now, agents=self.has_step))
 
     def job_over(self, supervisor: SimSupervisor) -> None:
         self.oracle.ends(supervisor)
@@ -325,6 +329,8 @@ class Cluster:
                 self._kill_at_once()
             case "grace":
                 self._terminate("preempted", fault.seconds)
+            case "step ends":
+                self._end_step()
             case "signal all":
                 self._signal_all()
             case "caught":
@@ -407,6 +413,36 @@ class Cluster:
         if self.allocated and not self.ending:
             self.ending = "preempted"
             self._end_job(again=True)
+
+    def _end_step(self) -> None:
+        """Slurm kills all agents and what they have started, and says so to the batch process."""
+        if not (self.allocated and self.has_step):
+            return
+        self.has_step = False
+        self.oracle.step_ends()
+        for site in self.sites.values():
+            if site.agent is not None and not site.refill:
+                self.oracle.touch(site.name, 1e9)
+                self.world.after(self.world.between(*STEP_ENDS_S), None, partial(site.agent.gone, loud=True))
+        for supervisor in self.ports.values():
+            if supervisor.takeover is not None and not supervisor.site.refill:
+                self.world.after(self.world.between(*STEP_ENDS_S), None, supervisor.end)
+        self._until = max(self._until, self.world.now + STANDSTILL_S + AFTER_S)
+        self.world.after(BATCH_LOOK_S, self.batch_process, self._tell_step_end, self.allocation)
+
+    def _tell_step_end(self, allocation: str) -> None:
+        """The batch process tells the supervisor, unless Slurm ends the job as well, until it is accepted."""
+        if allocation != self.allocation or not self.allocated:
+            return
+        why, supervisor = self.why_ending(), self.oracle.supervisor
+        if why not in (STILL_RUNNING, "unknown"):
+            return
+        if why == STILL_RUNNING and supervisor is not None and supervisor.process.alive:
+            self.world.after(0.0, supervisor.process, self._ask_step_end, supervisor)
+        self.world.after(BATCH_LOOK_S, self.batch_process, self._tell_step_end, allocation)
+
+    def _ask_step_end(self, supervisor: SimSupervisor) -> None:
+        supervisor.ask(msg.Ask(what=ev.STEP_ENDED, by="you"))
 
     def _hurry(self, allocation: str) -> None:
         if allocation == self.allocation and self.allocated:

@@ -47,6 +47,7 @@ BOUNDED = "11: attempts without a new step are bounded"
 COUNTED = "21: the account of a run counts all time once, and all steps"
 KEPT_TWICE = "12: no node alone has what was saved"
 BY_THE_NEWEST = "52: what nobody can take back only the newest supervisor does"
+ENDS_WITH_STEP = "62: a run whose step Slurm ends is over, and no node is blamed"
 MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
 # A fault this long ago no longer affects a node.
@@ -88,6 +89,7 @@ class Oracle:
         self.lines = 0
         self.restores_from: list[str] = []
         self.given_up = False  # somebody had the run cancelled
+        self._step_ended_at = math.inf  # in a calm moment
         self._shadow: dict[SimKeeper, list[SimImage]] = {}  # images that no order may rightly remove
         self._complete: dict[StateId, int] = {}  # of how many ranks
         self._planned: dict[int, int] = {}
@@ -245,6 +247,11 @@ class Oracle:
         """Check a requeue or an end when it is decided: nodes may return until it is carried out, and it is
         right all the same."""
         state, node = supervisor.state, supervisor.site.name
+        if self.calm.over_at == self._step_ended_at:  # and nothing has struck since
+            if state.phase is not Phase.CANCELLED or state.excluded:
+                how = f"the run is {state.public_state}, without {[*state.excluded]}: {decided.reason}"
+                self.fail(ENDS_WITH_STEP, how)
+            return
         if state.phase is Phase.SUCCEEDED:
             if self.cluster.wanted.tasks:
                 self.tasks.succeeds()
@@ -340,6 +347,14 @@ class Oracle:
     def ordered(self) -> None:
         """Slurm ends the job."""
         self._ordered_at = self.cluster.world.now
+
+    def step_ends(self) -> None:
+        """Slurm ends the step of all agents, and not the job."""
+        now, supervisor = self.cluster.world.now, self.supervisor
+        steady = max(self.touched.values(), default=-1e9) < now - STEADY_S and self.storage_fine(STEADY_S)
+        calm = steady and self.calm.over_at == now and not self._ending
+        if calm and supervisor is not None and supervisor.listens and supervisor.state.incident is None:
+            self._step_ended_at = now
 
     def allocated(self) -> None:
         self._word_at = self.step_at = self._supervised_at = self.cluster.world.now
