@@ -95,7 +95,7 @@ def test_a_run_goes_on_beyond_the_time_limit_of_its_job(
     policy = policy_file(
         cluster, tmp_path, f"{SLOW_MAY_BE}\nfailures: {{at_time_limit: requeue, requeues: 0}}"
     )
-    train = (*TRAIN[:1], "1000", *TRAIN[2:])
+    train = LONG  # longer than a minute
     options = ("--nodes", "2", "--spares", "0", "--time", "1", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=train)
     state = run.wait_end(500.0)

@@ -323,12 +323,10 @@ class Cluster:
                 self._strike_supervisor(fault)
             case "timeout" if self.wanted.renews and self.restarts:
                 pass  # it was the limit of an earlier life of the job
-            case "preempted" | "cancelled" | "timeout":
-                self._terminate(fault.kind)
+            case "preempted" | "cancelled" | "timeout" | "grace":
+                self._terminate("preempted" if fault.kind == "grace" else fault.kind, fault.seconds)
             case "killed":
                 self._kill_at_once()
-            case "grace":
-                self._terminate("preempted", fault.seconds)
             case "step ends":
                 self._end_step()
             case "signal all":
