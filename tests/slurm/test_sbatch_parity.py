@@ -210,12 +210,22 @@ srun --gpu-bind=map_gpu:3,1 python gpus.py listed
 """
 
 
+def other_lines(told: list[str]) -> list[str]:
+    return [line for line in told if "by the step" not in line]
+
+
 def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name[:20]
     told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=GPUS_OF_TASKS)
     told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=GPUS_OF_TASKS)
-    found = said(work)
-    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    found, wanted = said(work), said(work.with_name(f"{work.name}-sbatch"))
+    if cluster.options.slurm != SLURM_SYSTEM:
+        # It binds the GPUs of a step as it would the job's: task 1 would see that of task 0, and that alone.
+        assert [line for line in found["parity-N"] if "by the step" in line] == [
+            f"said by the step {rank} {rank % 2} {rank % 2}" for rank in range(4)
+        ]
+        found, wanted = ({name: other_lines(told) for name, told in side.items()} for side in (found, wanted))
+    assert found == wanted
     lines = [line for told in found.values() for line in told]
     assert {"said by the head 0 0,1 0,1", "said by the head 3 2,3 2,3"} <= set(lines), found
 

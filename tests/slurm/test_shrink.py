@@ -51,9 +51,11 @@ def undisturbed(folder: Path) -> dict[int, tuple[float, int]]:
 
 
 def block(cluster: Cluster, run: SlurmRun) -> int:
-    """A job that takes all nodes that are free."""
-    free = cluster.login(["sinfo", "--noheader", "--states=idle", "--format=%D"]).stdout.split()
-    told = cluster.login(["sbatch", "--parsable", f"--nodes={free[0]}", "--wrap", "sleep 1000"]).stdout
+    """A job that takes all nodes but the run's, also those that clean up after the job before."""
+    others = set(cluster.nodes) - set(run.state().nodes)
+    told = cluster.login(
+        ["sbatch", "--parsable", f"--nodelist={','.join(others)}", "--wrap", "sleep 1000"]
+    ).stdout
     cluster.wait_job(int(told), "RUNNING")
     return int(told)
 

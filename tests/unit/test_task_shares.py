@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -296,6 +297,20 @@ def test_gpus_of_a_task_by_variables() -> None:
     assert asked("x", SLURM_NTASKS_PER_GPU="3").tasks_per_gpu == 3
     assert asked("x", SLURM_GPU_BIND="single:2").tasks_per_gpu == 2
     assert asked("--gpus-per-task=2 x", SLURM_GPUS_PER_TASK="1").gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        ("x", 2), ("--gpus-per-task=1 x", 1), ("--tres-per-task=gres/gpu:1 x", 1),
+        ("--tres-per-task=cpu=1 x", 2),
+        ("--gpus-per-task=1 --gpu-bind=none x", 0),
+    ],
+)  # fmt: skip
+def test_a_steps_own_number_of_gpus_counts_for_more_than_its_jobs_binding(typed: str, seen: int) -> None:
+    """Slurm 24.11 and newer set this for a job with --gpus-per-task=2, also where a step says another one."""
+    job = partial(asked, SLURM_TRES_PER_TASK="gres/gpu=2", SLURM_TRES_BIND="gres/gpu:per_task:2")
+    assert job(typed).gpus == seen
 
 
 def test_all_lists_of_gpus_show_the_same_ones() -> None:

@@ -119,6 +119,12 @@ class StepOptions:
         text = self(option)
         return int(text) if text.isdigit() else 0
 
+    @property
+    def has_own_gpus(self) -> bool:
+        """Whether the step itself says how many GPUs a task has, and not how they are bound."""
+        of_a_task = self._srun.has("gpus-per-task") or "gpu" in (self._srun.last("tres-per-task") or "")
+        return of_a_task and not self._srun.has("gpu-bind", "tres-bind")
+
     def has(self, option: str) -> bool:
         return self._srun.has(option) or VARIABLES[option] in self._environment
 
@@ -205,7 +211,10 @@ def _gpus(said: StepOptions) -> tuple[int, int, str]:
 
 
 def _gpu_bind(said: StepOptions) -> str:
-    """What --gpu-bind says, or --tres-bind of GPUs (`gres/gpu:verbose,single:1+gres/nic:closest`)."""
+    """What --gpu-bind says, or --tres-bind of GPUs (`gres/gpu:verbose,single:1+gres/nic:closest`). Newer
+    releases set the latter for a job's own GPUs of a task, where a step may say another number of them."""
+    if said.has_own_gpus:
+        return ""
     found = said("gpu-bind")
     for entry in said("tres-bind").split("+"):
         if named := re.fullmatch(r"(?:gres[:/])?gpu:(.*)", entry):
