@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 
 from jurymast.core.state.settings import RunPlan
 from jurymast.rundir import RunDirectory, write_atomically
+from jurymast.script import output as output_module
 from jurymast.script.output import NUMBER_FILE, READ_BYTES, CannotOpen, Output, expanded, relayed
 from jurymast.script.srun import parse
 from jurymast.script.step import node_command
@@ -70,6 +72,23 @@ def test_a_missing_folder_of_sruns_files_is_an_error_that_names_it(tmp_path: Pat
     assert srun is not None
     with pytest.raises(CannotOpen, match=f"there is no folder {tmp_path}/none"):
         Output(srun, {})
+
+
+def test_missing_folders_are_made_where_srun_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm 24.11 and 26.05 do, with these permissions."""
+    monkeypatch.setattr(output_module, "release", lambda: (24, 11, 5))
+    output = output_of("-o", f"{tmp_path}/a/b/%t/out", "-e", f"{tmp_path}/c/err", nodes=("n1", "n2"))
+    for rank in range(2):
+        output.write(rank, b"a\n")
+    output.write(0, b"b\n", error=True)
+    output.close()
+    assert (tmp_path / "a/b/1/out").read_text() == "a\n"
+    assert (tmp_path / "c/err").read_text() == "b\n"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a/b/1")} == {0o755}
+    with pytest.raises(CannotOpen, match="there is no folder .*/c/err/under|no folder .*: Not a directory"):
+        output_of("-o", f"{tmp_path}/c/err/under/x")
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_the_training(tmp_path: Path) -> None:

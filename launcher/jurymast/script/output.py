@@ -12,10 +12,11 @@ import re
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jurymast import foreign
+from jurymast.cluster.control import release
 from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import RunDirectoryError, UsageError
 from jurymast.journal import FileTail
@@ -76,6 +77,9 @@ class CannotOpen(UsageError):
 VARIABLES = {"output": "SLURM_STDOUTMODE", "error": "SLURM_STDERRMODE"}
 SWITCHES = {"label": "SLURM_LABELIO", "unbuffered": "SLURM_UNBUFFEREDIO"}
 NUMBER_FILE = "step-id"  # in a step's folder: Slurm's number of the step
+# Releases whose srun makes missing folders, with these permissions; those between 22.05 and this one were not
+# tried.
+MAKES_FOLDERS_SINCE, FOLDER_MODE = (24, 11), 0o755
 
 
 class Destination:
@@ -148,6 +152,7 @@ class Destination:
         new = 0 if name in self._begun else self.new
         how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | new
         try:
+            has_folder(os.path.dirname(name))
             descriptor = os.open(name, how, 0o666)
         except OSError as error:
             if name in self._begun:
@@ -156,6 +161,19 @@ class Destination:
             raise CannotOpen(f"srun: could not open {stream} file {name}: {error.strerror}") from error
         self._begun.add(name)
         return descriptor
+
+
+def has_folder(path: str) -> bool:
+    """Whether this folder is there, which newer sruns make. Raises OSError if it cannot be made."""
+    if os.path.isdir(path or "."):
+        return True
+    if release() < MAKES_FOLDERS_SINCE:
+        return False
+    for folder in [*reversed(Path(path).parents), Path(path)]:
+        if not folder.is_dir():
+            with suppress(FileExistsError):  # another task has made it
+                folder.mkdir(FOLDER_MODE)
+    return os.path.isdir(path)
 
 
 def _are_one_file(one: int, other: int) -> bool:
@@ -202,10 +220,14 @@ class Naming:
             return ""
 
     def check_folder(self, option: str, pattern: str) -> None:
-        """Raise CannotOpen if srun's `option` names a file in a folder that is not there: before the
-        training, not when its first line is lost."""
+        """Raise CannotOpen if srun's `option` names a file in a folder that is not there, and that srun would
+        not make: before the training, not when its first line is lost."""
         folder = Path(expanded(pattern, self.environment, 0, 0, self.nodes[0])).parent
-        if not folder.is_dir():
+        try:
+            there = has_folder(str(folder))
+        except OSError as error:
+            raise CannotOpen(f"srun's --{option}={pattern}: no folder {folder}: {error.strerror}") from error
+        if not there:
             raise CannotOpen(
                 f"srun's --{option}={pattern}: there is no folder {folder}",
                 hint=f"make it in the script, before srun: mkdir -p {shlex.quote(str(folder))}",
