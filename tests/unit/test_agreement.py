@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
+from jurymast.core.judges.cadence import lately_s
 from jurymast.core.run.machine import step as take
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record, Send
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, PREEMPTION, Incident
 from jurymast.core.state.messages import Beat, CadenceReport
 from jurymast.core.state.run import Node, Phase, Role, RunState
 from jurymast.core.state.settings import RunPlan, Settings
@@ -176,6 +178,42 @@ def test_failures_shorten_the_cadence_and_quiet_lengthens_it_again() -> None:
     assert quiet.mtbf_s > 1.4 * hurried.mtbf_s
     assert quiet.every_steps > 1.15 * hurried.every_steps
     assert quiet.attempt == hurried.attempt
+
+
+def failed(number: int, lived_s: float, charged: str = INFRASTRUCTURE, steps: int = 20) -> Incident:
+    return Incident(number, 0.0, 0.0, number, steps, steps_done=steps, lived_s=lived_s, charged=charged)
+
+
+@pytest.mark.parametrize("charged", [INFRASTRUCTURE, APPLICATION])
+def test_attempts_that_live_for_seconds_are_saved_within_them(charged: str) -> None:
+    """Bursts count as one failure in the nodes' rate, and failures of the script do not count at all: the
+    first save after five minutes would never come."""
+    site = Site()
+    site.state.incidents = [failed(number, 9.0, charged) for number in range(1, 4)]
+    site.state.up_at = site.time
+    site.go_on(2 * SAMPLE_S)
+    (first,) = site.told()
+    assert first.every_steps * STEP_S <= 6.0
+    assert first.mtbf_s <= 12.0
+    site.saved(0.05)
+    site.go_on(2 * HOLD_S)
+    assert site.told()[-1].every_steps * STEP_S <= 6.0
+    site.go_on(4 * 86_400.0, step_s=60.0)
+    quiet = site.told()[-1]
+    assert quiet.mtbf_s > 70_000.0, "what has lived for days is no burst"
+    assert quiet.interval_s > 10 * first.interval_s
+
+
+def test_failures_are_close_if_chance_does_not_explain_it() -> None:
+    three = [failed(number, 9.0) for number in range(1, 4)]
+    day_s = 86_400.0
+    assert lately_s(three, 3.0, day_s) == 10.0
+    assert lately_s(three[:2], 3.0, day_s) is None
+    assert lately_s(three, 3.0, 70.0) is None, "as often as expected"
+    assert lately_s([*three[:2], failed(3, day_s, steps=0)], 3.0, day_s) is None, "no rank has done a step"
+    ended = failed(3, 7200.0, PREEMPTION)
+    assert lately_s([*three, ended], 3.0, day_s) == (27.0 + 7200.0 + 3.0) / 3, "ranks lived for this long"
+    assert lately_s([failed(1, 6 * day_s), *three[1:]], 3.0, day_s) is None
 
 
 def test_a_cadence_in_time_follows_the_length_of_steps() -> None:

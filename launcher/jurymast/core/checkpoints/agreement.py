@@ -12,7 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from jurymast.core.judges.cadence import best_interval_s, first_interval_s, moved, why_interval
+from jurymast.core.judges.cadence import (
+    FIRST_SHARE,
+    OFTEN_SHARE,
+    best_interval_s,
+    first_interval_s,
+    lately_s,
+    moved,
+    why_interval,
+)
 from jurymast.core.judges.forecast import SLOWDOWN, Saving
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -23,6 +31,7 @@ from jurymast.core.state.run import Phase, RunState, expected_mtbf_s
 from jurymast.core.state.schedule import Schedule
 
 AS_ASKED = "as the script or the policy asks"
+CLOSE = "as failures come close to each other"
 LOOK_INTERVAL_S = 0.5
 # Between two changes; the first schedules of an attempt go by the times of its first steps.
 HOLD_S = 5.0
@@ -114,6 +123,7 @@ class Agreement:
         self._asks: list[str] = []
         self._tries = TRIES
         self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
+        self._mtbf_s = 0.0  # that counts for the cadence
         self._saved_step = -1
         self._stays_at = math.inf  # the step at which all ranks wait to be placed anew
         self._first: tuple[int, float] | None = None  # the first step seen, and when
@@ -343,11 +353,19 @@ class Agreement:
         """Return the wanted time between saves, in seconds, and the reason."""
         if self._seconds is not None:
             return self._seconds, AS_ASKED
-        mtbf_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
+        expected_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
+        lately = lately_s(self.state.incidents, now - self.state.up_at, expected_s)
+        self._mtbf_s = expected_s if lately is None else lately
         saving = self.saving
         if saving is None:
-            return min(first_interval_s(mtbf_s), most_s), "early, to learn what a save costs"
-        return best_interval_s(saving, mtbf_s, most_s), why_interval(saving, mtbf_s, most_s)
+            first_s = min(
+                first_interval_s(self._mtbf_s), math.inf if lately is None else FIRST_SHARE * lately
+            )
+            return min(first_s, most_s), "early, to learn what a save costs"
+        best_s = best_interval_s(saving, self._mtbf_s, most_s)
+        if lately is not None:
+            return max(best_s, OFTEN_SHARE * lately), CLOSE
+        return best_s, why_interval(saving, self._mtbf_s, most_s)
 
     def _propose(
         self, every: int, interval_s: float, reason: str, now: float, by: str = "", *, stays: bool = False
@@ -368,6 +386,6 @@ class Agreement:
             every_steps=repeat, reason=reason, by=by, stays=stays, step_s=round(self.step_s, 6),
             interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
             stall_s=round(saving.stall_s, 6), copy_s=round(saving.copy_s, 3),
-            slowdown=round(saving.slowdown, 4), mtbf_s=expected_mtbf_s(self.state, now),
+            slowdown=round(saving.slowdown, 4), mtbf_s=round(self._mtbf_s, 1),
         )  # fmt: skip
         return self._send(self._places, self._current)

@@ -25,6 +25,7 @@ from jurymast.core.judges.forecast import (
     two_levels,
     young_s,
 )
+from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, Incident
 from jurymast.core.state.schedule import NEVER
 from jurymast.core.state.texts import seconds_in
 
@@ -44,6 +45,13 @@ DURABLE_SHARE_ALONE = 0.5
 SHARE_WEIGHT = 20.0
 # Until a run has a past, its durable copies are never further apart than this share of its age.
 AGE_SHARE = 0.1
+
+# So many failures, of whatever kind, in so small a share of the time in which as many are expected are no
+# chance: of a Poisson process, three or more where 3/8 is expected have a probability of 0.6 %.
+LATELY, LATELY_SHARE = 3, 1 / 8
+# Then the first save comes after this share of the time that attempts live, and others at most this often:
+# copies of one are still on their way to other nodes when the next is due.
+FIRST_SHARE, OFTEN_SHARE = 0.5, 0.1
 
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
 
@@ -94,6 +102,19 @@ def young_interval_s(stall_s: float, mtbf_s: float) -> float:
 def first_interval_s(mtbf_s: float) -> float:
     """Return the time to the first automatic save, while the stall is not known yet."""
     return min(AUTO_FIRST_SAVE_S, young_interval_s(STALL_GUESS_S, mtbf_s))
+
+
+def lately_s(incidents: Sequence[Incident], up_s: float, mtbf_s: float) -> float | None:
+    """Return the mean time between the last failures, in seconds, if they came so much closer to each other
+    than every `mtbf_s` that this cannot be chance: bursts, and failures of the script, are not in that rate.
+    `up_s`: how long the present ranks have been up. It grows again as they live."""
+    lived_s, failures = up_s, 0
+    for incident in reversed(incidents):
+        lived_s += incident.lived_s
+        failures += incident.steps_done > 0 and incident.charged in (INFRASTRUCTURE, APPLICATION)
+        if failures == LATELY:
+            return lived_s / LATELY if lived_s < LATELY_SHARE * LATELY * mtbf_s else None
+    return None
 
 
 def next_save_step(step: int, every: int) -> int:
