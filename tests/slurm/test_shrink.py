@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,14 +52,16 @@ def undisturbed(folder: Path) -> dict[int, tuple[float, int]]:
     return losses(out)
 
 
-def block(cluster: Cluster, run: SlurmRun) -> int:
-    """A job that takes all nodes but the run's, also those that clean up after the job before."""
-    others = set(cluster.nodes) - set(run.state().nodes)
-    told = cluster.login(
-        ["sbatch", "--parsable", f"--nodelist={','.join(others)}", "--wrap", "sleep 1000"]
-    ).stdout
-    cluster.wait_job(int(told), "RUNNING")
-    return int(told)
+@contextmanager
+def no_other_nodes(cluster: Cluster, run: SlurmRun) -> Iterator[None]:
+    """In this context, Slurm gives no job a node besides the run's. A job on them would not do: Slurm ends it
+    where a node has just come back from an earlier test."""
+    others = f"NodeName={','.join(sorted(set(cluster.nodes) - set(run.state().nodes)))}"
+    cluster.slurm(["scontrol", "update", others, "State=DRAIN", "Reason=not for this test"])
+    try:
+        yield
+    finally:
+        cluster.slurm(["scontrol", "update", others, "State=RESUME"])
 
 
 @pytest.mark.parametrize("how", [(), ("--sharded",)], ids=["DDP", "FSDP2"])
@@ -67,17 +71,18 @@ def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how
     options = ("--nodes", "4", "--spares", "0", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=train, script=SCRIPT)
     run.wait_safe(20)
-    blocker = block(cluster, run)
-    safe = run.wait_safe(40)
-    victim = next(node for node in safe.placement if node != safe.host)
-    power_loss(run, victim)
-    fewer = run.wait("three nodes", lambda s: len(s.placement) == 3 and s.incident is None, limit_s=240.0)
-    assert fewer.placement == tuple(node for node in safe.placement if node != victim)
-    run.wait_step(fewer.step + 50)
-    code, told, error = jurymast(cluster, "status", str(run.job), "--runs", str(run.directory.root.parent))
-    assert code == 0, error
-    assert "goes on with 3 of 4 nodes" in told
-    cluster.login(["scancel", str(blocker)])
+    with no_other_nodes(cluster, run):
+        safe = run.wait_safe(40)
+        victim = next(node for node in safe.placement if node != safe.host)
+        power_loss(run, victim)
+        fewer = run.wait("three nodes", lambda s: len(s.placement) == 3 and s.incident is None, limit_s=240.0)
+        assert fewer.placement == tuple(node for node in safe.placement if node != victim)
+        run.wait_step(fewer.step + 50)
+        code, told, error = jurymast(
+            cluster, "status", str(run.job), "--runs", str(run.directory.root.parent)
+        )
+        assert code == 0, error
+        assert "goes on with 3 of 4 nodes" in told
     run.wait("four nodes", lambda s: len(s.placement) == 4 and s.incident is None, limit_s=240.0)
     state = run.wait_end(400.0)
     assert state.exit_code == 0, run.story()

@@ -15,7 +15,7 @@ from jurymast.core.state.effects import Effect, Record, Send
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
 from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, PREEMPTION, Incident
 from jurymast.core.state.messages import Beat, CadenceReport
-from jurymast.core.state.run import Node, Phase, Role, RunState
+from jurymast.core.state.run import Node, Phase, Role, RunState, expected_mtbf_s
 from jurymast.core.state.settings import RunPlan, Settings
 from jurymast.report.status import cadence_json, cadence_lines
 from support.reports import reported
@@ -214,6 +214,16 @@ def test_failures_are_close_if_chance_does_not_explain_it() -> None:
     ended = failed(3, 7200.0, PREEMPTION)
     assert lately_s([*three, ended], 3.0, day_s) == (27.0 + 7200.0 + 3.0) / 3, "ranks lived for this long"
     assert lately_s([failed(1, 6 * day_s), *three[1:]], 3.0, day_s) is None
+    assert lately_s([failed(number, 0.01) for number in range(3)], 0.0, day_s) == 1.0
+
+
+def test_a_save_that_somebody_asks_for_is_told_with_the_failure_rate_too() -> None:
+    """The pause between writes to storage follows from it."""
+    site = Site(steps=100)
+    site.go_on(10.0)
+    site.agreement.ask("ann")
+    site.go_on(2.0)
+    assert site.told()[-1].mtbf_s == pytest.approx(expected_mtbf_s(site.state, site.time), rel=0.01)
 
 
 def test_a_cadence_in_time_follows_the_length_of_steps() -> None:

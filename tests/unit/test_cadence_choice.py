@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from jurymast.core.checkpoints.checkpoints import Checkpoints
 from jurymast.core.checkpoints.writes import durable_every_s
@@ -183,3 +184,6 @@ def test_durable_copies_are_made_as_often_as_loses_least_and_leaves_the_storage_
     assert best_s is not None
     assert 200.0 < best_s <= 300.0
     assert gaps[-1] == pytest.approx(best_s, abs=2.0)
+    assert known.state.cadence is not None
+    known.state.cadence = structs.replace(known.state.cadence, mtbf_s=0.0)  # not known yet
+    assert durable_every_s(known.state, 4.0, known.time) is None

@@ -123,7 +123,6 @@ class Agreement:
         self._asks: list[str] = []
         self._tries = TRIES
         self._margin_s = MARGIN_BEATS * self.state.settings.heartbeat_s
-        self._mtbf_s = 0.0  # that counts for the cadence
         self._saved_step = -1
         self._stays_at = math.inf  # the step at which all ranks wait to be placed anew
         self._first: tuple[int, float] | None = None  # the first step seen, and when
@@ -353,19 +352,22 @@ class Agreement:
         """Return the wanted time between saves, in seconds, and the reason."""
         if self._seconds is not None:
             return self._seconds, AS_ASKED
-        expected_s, most_s = expected_mtbf_s(self.state, now), self.state.settings.max_loss_s
-        lately = lately_s(self.state.incidents, now - self.state.up_at, expected_s)
-        self._mtbf_s = expected_s if lately is None else lately
-        saving = self.saving
+        saving, most_s = self.saving, self.state.settings.max_loss_s
+        mtbf_s, close = self._mtbf_s(now)
         if saving is None:
-            first_s = min(
-                first_interval_s(self._mtbf_s), math.inf if lately is None else FIRST_SHARE * lately
-            )
-            return min(first_s, most_s), "early, to learn what a save costs"
-        best_s = best_interval_s(saving, self._mtbf_s, most_s)
-        if lately is not None:
-            return max(best_s, OFTEN_SHARE * lately), CLOSE
-        return best_s, why_interval(saving, self._mtbf_s, most_s)
+            soon_s = FIRST_SHARE * mtbf_s if close else most_s
+            return min(first_interval_s(mtbf_s), soon_s, most_s), "early, to learn what a save costs"
+        best_s = best_interval_s(saving, mtbf_s, most_s)
+        if close:
+            return max(best_s, OFTEN_SHARE * mtbf_s), CLOSE
+        return best_s, why_interval(saving, mtbf_s, most_s)
+
+    def _mtbf_s(self, now: float) -> tuple[float, bool]:
+        """The mean time between failures that counts, and whether that is because the last ones came close to
+        each other."""
+        expected_s = expected_mtbf_s(self.state, now)
+        lately = lately_s(self.state.incidents, now - self.state.up_at, expected_s)
+        return (expected_s, False) if lately is None else (lately, True)
 
     def _propose(
         self, every: int, interval_s: float, reason: str, now: float, by: str = "", *, stays: bool = False
@@ -386,6 +388,6 @@ class Agreement:
             every_steps=repeat, reason=reason, by=by, stays=stays, step_s=round(self.step_s, 6),
             interval_s=round(interval_s or (told.interval_s if told else 0.0), 3),
             stall_s=round(saving.stall_s, 6), copy_s=round(saving.copy_s, 3),
-            slowdown=round(saving.slowdown, 4), mtbf_s=round(self._mtbf_s, 1),
+            slowdown=round(saving.slowdown, 4), mtbf_s=round(self._mtbf_s(now)[0], 1),
         )  # fmt: skip
         return self._send(self._places, self._current)

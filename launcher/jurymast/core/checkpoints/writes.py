@@ -39,10 +39,10 @@ FIRST_S = 15.0
 
 def durable_every_s(state: RunState, took_s: float, now: float) -> float | None:
     """Return the seconds between durable copies, each of which takes `took_s`, that lose least by what is
-    known of saves and failures; None until a save was measured. The tiers from which the run was restored
+    known of saves and failures; None until both are. The tiers from which the run was restored
     show how many failures the tiers in memory did not survive."""
     known, settings = state.cadence, state.settings
-    if known is None or not known.stall_s:
+    if known is None or not (known.stall_s and known.mtbf_s):
         return None
     share = durable_share(
         *state.restores(),

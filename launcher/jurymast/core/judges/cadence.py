@@ -52,6 +52,8 @@ LATELY, LATELY_SHARE = 3, 1 / 8
 # Then the first save comes after this share of the time that attempts live, and others at most this often:
 # copies of one are still on their way to other nodes when the next is due.
 FIRST_SHARE, OFTEN_SHARE = 0.5, 0.1
+# No attempt that did a step is taken to live for less, in seconds.
+SHORTEST_S = 1.0
 
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
 
@@ -113,7 +115,7 @@ def lately_s(incidents: Sequence[Incident], up_s: float, mtbf_s: float) -> float
         lived_s += incident.lived_s
         failures += incident.steps_done > 0 and incident.charged in (INFRASTRUCTURE, APPLICATION)
         if failures == LATELY:
-            return lived_s / LATELY if lived_s < LATELY_SHARE * LATELY * mtbf_s else None
+            return max(SHORTEST_S, lived_s / LATELY) if lived_s < LATELY_SHARE * LATELY * mtbf_s else None
     return None
 
 
