@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.state.run import Phase
 from jurymast.journal import replay
 from jurymast.rundir import RunDirectory
 from support.slurm_runs import SCRIPT_ENVIRONMENT, TRAIN, submit, submit_script
@@ -136,14 +137,29 @@ def test_steps_that_end_in_slurm_end_no_job_and_blame_no_node(cluster: Cluster, 
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("nodes", "spares"), [(2, 1), (1, 0)])
 def test_a_plain_run_whose_step_is_cancelled_ends_and_blames_no_node(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, nodes: int, spares: int
 ) -> None:
     arguments = (*TRAIN, "--steps", "100000")
-    run = submit(cluster, tmp_path, "--nodes", "2", "--spares", "1", arguments=arguments)
+    options = ("--nodes", str(nodes), "--spares", str(spares))
+    run = submit(cluster, tmp_path, *options, arguments=arguments)
     run.wait_step(5)
     cluster.login(["scancel", f"{run.job}.0"])
     state = run.wait_end(LIMIT_S)
     assert (state.public_state, state.restarts, state.excluded) == ("cancelled", 0, {}), run.story()
     assert "scancel JOB.STEP" in state.end_reason
     cluster.wait_job(run.job, "FAILED", "CANCELLED", deadline_s=LIMIT_S)
+
+
+@pytest.mark.timeout(600)
+def test_an_agent_of_a_single_node_that_is_killed_alone_ends_no_step(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its guard tells the difference, so the run goes on in another life of the job."""
+    run = submit(cluster, tmp_path, "--nodes", "1", "--spares", "0", arguments=(*TRAIN, "--steps", "100000"))
+    (node,) = run.wait_step(5).placement
+    cluster.fault("kill", node, pid=run.agent_pid(node), signal="KILL")
+    state = run.wait("the requeue", lambda state: state.ended or state.phase is Phase.REQUEUED)
+    assert not state.ended, state.end_reason
+    assert [(one.cause, one.action) for one in state.incidents] == [("node_crash", "requeue")], run.story()

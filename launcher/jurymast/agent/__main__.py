@@ -14,6 +14,8 @@ from jurymast.errors import JurymastError
 from jurymast.processes import end_at_once, log_as
 from jurymast.rundir import RunDirectory
 
+AGENT_KILLED = 1  # exit code of the guard of an agent that a signal has ended
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="jurymast.agent")
@@ -45,7 +47,8 @@ def main() -> int:
             return error.exit_code
         return {"agent": 0, "launcher": min(code, 1), "task": code, "refill": 0}[arguments.end_as]
 
-    return guard.run(agent)
+    # For a plain run, an srun that says "killed" then means the guards as well: Slurm has ended their step.
+    return guard.run(agent, AGENT_KILLED if arguments.end_as == "agent" else None)
 
 
 if __name__ == "__main__":

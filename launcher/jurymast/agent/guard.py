@@ -38,9 +38,10 @@ _FOR_RANKS: tuple[signal.Signals, ...] = tuple(number for number in OF_JOBS if n
 _WAITED_FOR = (signal.SIGCHLD, signal.SIGTERM)
 
 
-def run(agent: Callable[[int], int]) -> int:
-    """Run `agent` in a process of its own; return its exit code, or end by its signal. It is called with the
-    number of kills for want of memory that ended the agent before it, 0 for the first."""
+def run(agent: Callable[[int], int], killed: int | None = None) -> int:
+    """Run `agent` in a process of its own; return its exit code. If a signal ended it, return `killed`, or
+    end by that signal if this is None. It is called with the number of kills for want of memory that ended
+    the agent before it, 0 for the first."""
     started_by = os.getppid()
     adopt_orphans()
     passed_on = _FOR_RANKS if TASKS_ALONE_VARIABLE in os.environ else ()
@@ -70,7 +71,9 @@ def run(agent: Callable[[int], int]) -> int:
         short_lives = short_lives + 1 if time.monotonic() < began + SHORT_LIFE_S else 1
         if code != -signal.SIGKILL or not kills or short_lives > RESTARTS_MAX:
             end_strays(probes=True)
-            return code if code >= 0 else end_like(code)
+            if code >= 0:
+                return code
+            return end_like(code) if killed is None else killed
         log.warning("the agent was killed for want of memory (%d kills in its cgroup): another starts", kills)
         kill_strays()  # without waiting: the supervisor is about to take the node for lost
 

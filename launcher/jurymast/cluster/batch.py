@@ -109,8 +109,8 @@ class SrunAgents(Agents):
         return self._process is not None and self._process.poll() is None
 
     def were_killed(self) -> bool:
-        # Of a single agent nobody knows whether it was killed alone.
-        return self._nodes > 1 and self._process is not None and says_killed(self._process)
+        # The guard of an agent that was killed alone lives, and ends with a code of its own.
+        return self._process is not None and says_killed(self._process)
 
     def end(self) -> None:
         """End srun. The agents end with the job; an srun that waits for a dead node must not delay that."""
