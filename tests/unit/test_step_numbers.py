@@ -32,11 +32,11 @@ from jurymast.errors import RunNotFoundError, ScriptError, UsageError
 from jurymast.jobs import await_ended
 from jurymast.journal import initial_state
 from jurymast.report.follow import end_lines
-from jurymast.report.goodput import report_view
+from jurymast.report.goodput import page, report_blocks, report_view
 from jurymast.report.liveness import Liveness
 from jurymast.report.runs import COLUMNS, ps_blocks, run_row
-from jurymast.report.status import doubts, read_status, status_blocks
-from jurymast.report.text import Line, Table, plain_table, render
+from jurymast.report.status import MORE, StatusWatcher, doubts, read_status, status_blocks
+from jurymast.report.text import Line, Table, duration, plain_table, render
 from jurymast.report.which_run import find_run
 from jurymast.worker import link
 from jurymast.worker.beginning import FilesRead, _telling, steps_by
@@ -373,12 +373,65 @@ def test_every_command_tells_the_same_and_warns(tmp_path: Path) -> None:
         assert any("no checkpoint through jurymast" in warning for warning in warnings)
 
 
+def told_of(watcher: StatusWatcher, story: Story) -> list[str]:
+    """What `status`, `report` and its page say."""
+    report = report_view(watcher, Liveness("ended"), story.t)
+    blocks = (status_blocks(watcher.view(), now=story.t), report_blocks(report))
+    texts = [render(one, terminal=False) for one in blocks]
+    return [*texts, page(report, watcher.account(Liveness("ended"), story.t), watcher.state)]
+
+
+def test_the_time_of_an_incident_is_a_least_one_where_its_rework_is_not_known(tmp_path: Path) -> None:
+    """The second one begins at a step of the second attempt, which nobody can number."""
+    story = attempt(Story(spares=0).allocated(), 51)
+    attempt(failed(story), 20, "unknown")
+    attempt(failed(story), 30, "unknown").finished()
+    watcher = read_status(story.write(tmp_path / story.plan.run))
+    values = report_view(watcher)
+    shown, reported, on_page = told_of(watcher, story)
+    took = [sum(one["seconds"].values()) for one in values["incidents"]]
+    assert [one["rework_known"] for one in values["incidents"]] == [False, False]
+    for text in (shown, reported, on_page):
+        assert MORE in text
+    rows = [line for line in shown.splitlines() if "worker_killed" in line]
+    assert ["51" in rows[0], "?+20" in rows[1]] == [True, True]
+    assert all(f"{duration(each)}+" in row for each, row in zip(took, rows, strict=True))
+    assert all(f"{each:.2f}+" in reported for each in took)
+    assert "(step 20 of attempt 2, begun at a step that is not known)" in reported
+    assert f"cost at least {duration(sum(took))} of training" in on_page
+    assert "?+20" in on_page
+
+
+def test_the_time_of_an_incident_that_is_known_has_no_sign_of_doubt(tmp_path: Path) -> None:
+    story = attempt(failed(attempt(Story(spares=0).allocated(), 51)), 60).finished()
+    watcher = read_status(story.write(tmp_path / story.plan.run))
+    for text in told_of(watcher, story):
+        assert MORE not in text
+        assert "cost at least" not in text
+
+
 def test_a_run_that_never_trained_says_so(tmp_path: Path) -> None:
     story = Story(spares=0).allocated().ranks_up().finished()
     assert story.state.phase is Phase.SUCCEEDED
     watcher = read_status(story.write(tmp_path / story.plan.run))
     assert any("no rank did a training step" in text for text in watcher.view()["warnings"])
     assert any("no rank did a training step" in text for text in end_lines(story.state, Liveness("ended")))
+
+
+def test_what_ranks_did_without_a_step_that_is_seen_may_have_counted(tmp_path: Path) -> None:
+    """A script that updates its weights by hand, without an optimizer of torch, and was killed once."""
+    story = Story(spares=0).allocated().ranks_up()
+    story.failed(0, exit_code=-9)
+    story.stopped().backed_off().ranks_up().wait(60.0)
+    story.finished()
+    watcher = read_status(story.write(tmp_path / story.plan.run))
+    report = report_view(watcher, Liveness("ended"), story.t)
+    (incident,) = report["incidents"]
+    assert not incident["rework_known"]
+    low, high = report["ratios"]["runtime_goodput"], report["ratios_at_most"]["runtime_goodput"]
+    assert low == 0.0
+    assert high > 0.5
+    assert MORE in told_of(watcher, story)[0]
 
 
 def test_memory_is_gone_with_the_nodes(tmp_path: Path) -> None:

@@ -664,8 +664,7 @@ class Ledger:
     # Results.
 
     def account(self, now: float | None = None) -> Account:
-        """Return everything entered and, for a run that is going on, an estimate of what it does until `now`
-        (seconds; None: until its last event)."""
+        """Everything entered and, for a run that goes on, an estimate until `now` (None: its last event)."""
         end = max(self._now(), to_us(now) if now is not None else 0)
         timeline, waits = list(self.timeline), list(self.waits)
         stays = {name: tuple(list_) for name, list_ in self.stays.items()}
@@ -681,10 +680,11 @@ class Ledger:
             what = "queue_wait" if self._never else "requeue_wait"
             waits.append(Interval(self._frontier, end, what, 0, self._attempt))
         asked = self.state.active + self.state.spares
+        unseen = self.state.phase is Phase.SUCCEEDED and not self.state.stepped_first
         return Account(
             tuple(timeline), tuple(waits), asked, stays, self.first_launch, end, final=self.state.ended,
             paces=tuple(self.paces.kept), saved=tuple(self.saved.kept), findings=tuple(self.findings.kept),
-            gpus=self.gpus,
+            gpus=self.gpus, doubtful=DOUBTFUL if unseen else frozenset({MAYBE_REWORK}),
         )  # fmt: skip
 
     def _guess(self, end: int) -> str:

@@ -37,11 +37,15 @@ from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.records import Record, records_of
 from jurymast.report.sentences import decision
 from jurymast.report.status import (
+    MORE,
     StatusWatcher,
+    at_least,
     data_gaps,
     incident_json,
+    lost_step,
     public_state,
     shown_step,
+    step_told,
     tiers_json,
 )
 from jurymast.report.text import (
@@ -169,8 +173,7 @@ def throughput_json(account: Account) -> Report:
 
 def charges(incidents: Sequence[Incident]) -> dict[str, int]:
     """Incidents by who is charged with them; those that somebody requested are not here."""
-    charged = [incident.charged for incident in incidents]
-    return {who: charged.count(who) for who in ("infrastructure", "application")}
+    return {who: sum(i.charged == who for i in incidents) for who in ("infrastructure", "application")}
 
 
 def incidents_json(account: Account, incidents: Sequence[Incident]) -> list[dict[str, Any]]:
@@ -329,20 +332,19 @@ def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
         return [Line("no incidents")]
     rows = []
     for i in incidents:
-        at = datetime.fromisoformat(i["at"]).strftime("%m-%d %H:%M:%S")
-        parts = [plain_seconds(i["seconds"][part]) for part in PARTS]
-        total = plain_seconds(sum(i["seconds"].values()))
-        rows.append(
-            [str(i["id"]), at, i["cause"] or "-", i["node"] or "-", i["action"] or "-", *parts, total]
-        )
+        times = [*(i["seconds"][part] for part in PARTS), sum(i["seconds"].values())]
+        *parts, rework, total = map(plain_seconds, times)
+        parts += [at_least(rework, i), at_least(total, i)]
+        named = (i[name] or "-" for name in ("cause", "node", "action"))
+        rows.append([str(i["id"]), _clock(i["at"]), *named, *parts])
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "TOTAL")
     blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}), wrap=False)]
+    blocks += [] if all(i["rework_known"] for i in incidents) else [Line(MORE)]
     traces: dict[str, int] = {}
     for i in incidents:
-        steps = f"step {i['step_lost_from']}"
+        steps = step_told(i["step_lost_from"], i["attempt"], known=i["numbered"])
         if i["step_restored"] is not None:
-            steps += f", restored {i['step_restored']}"
-            steps += f": {amounts(i['tiers'])}" if i["tiers"] else ""
+            steps += f", restored {i['step_restored']}{': ' * bool(i['tiers'])}{amounts(i['tiers'])}"
         blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
         if i["action"]:
             blocks.append(Line(f"     {decision(i)}"))
@@ -593,6 +595,7 @@ def report_page(
         "parts": {part: kind(PART_CATEGORIES[part]) for part in PARTS},
         "incidents": incidents,
         "sums": [sum(each[part] for each in seconds) for part in PARTS],
+        "more": "" if all(one["rework_known"] for one in report["incidents"]) else MORE,
         "of_incidents": len(report["incidents"]),
         "spared": in_process_text(report["in_process"]) if report["in_process"] else "",
         "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in report["tiers"].items()},
@@ -661,24 +664,24 @@ def _incident_card(incidents: Sequence[Mapping[str, Any]]) -> Card:
     if not incidents:
         return Card("Incidents", "none", "no failures, and no restart was requested")
     costs = {each["id"]: sum(each["seconds"].values()) for each in incidents}
-    worst = max(incidents, key=lambda each: costs[each["id"]])
-    told = f"cost {duration(sum(costs.values()))} of training"
+    top = max(incidents, key=lambda each: costs[each["id"]])
+    least = "" if all(each["rework_known"] for each in incidents) else "at least "
+    told = f"cost {least}{duration(sum(costs.values()))} of training"
     if len(incidents) > 1:
-        cause = worst["cause"] or "being diagnosed"
-        told += f"; the longest, {cause} (#{worst['id']}), {duration(costs[worst['id']])}"
+        cause = top["cause"] or "being diagnosed"
+        told += f"; the longest, {cause} (#{top['id']}), {duration(costs[top['id']])}"
     return Card("Incidents", str(len(incidents)), told)
 
 
 def _incident(incident: Mapping[str, Any], records: Records) -> dict[str, Any]:
-    """The incident's values with those that only the page shows. `bars` are its parts in a bar of length 1;
-    `steps`: from which step the run went back to which."""
+    """Its values, and the page's: `bars`, its parts in a bar of length 1; `steps`, from which to which."""
     known = CAUSES.get(incident["cause"])
     total, x, bars = sum(incident["seconds"].values()), 0.0, []
     for part in PARTS:
         if (value := incident["seconds"][part]) > 0:
             bars.append(Bar(kind(PART_CATEGORIES[part]), x, value / total, f"{part} {duration(value)}"))
             x += value / total
-    back, steps = incident["step_restored"], str(incident["step_lost_from"])
+    back, steps = incident["step_restored"], lost_step(incident)
     return {
         **incident,
         "at": _clock(incident["at"]),

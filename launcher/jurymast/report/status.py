@@ -218,6 +218,20 @@ def step_told(step: int, attempt: int, *, known: bool) -> str:
     return f"step {step}" + ("" if known else f" of attempt {attempt}, begun at a step that is not known")
 
 
+# What a plus sign behind a time means, where a table has one.
+MORE = "+: or more, as it is not known which steps were done again"
+
+
+def at_least(time: str, incident: Mapping[str, Any]) -> str:
+    """The time that an incident, or its rework, took, if that is known; else the least."""
+    return time if incident["rework_known"] else f"{time}+"
+
+
+def lost_step(incident: Mapping[str, Any]) -> str:
+    """The newest step at an incident's fault, as `ps` shows steps."""
+    return f"{'' if incident['numbered'] else '?+'}{incident['step_lost_from']}"
+
+
 def incident_json(incident: Incident) -> dict[str, Any]:
     """The incident's JSON, with times as ISO 8601."""
     values = incident.to_json()
@@ -333,7 +347,8 @@ def doubts(state: RunState) -> list[str]:
         )
     if state.phase is Phase.SUCCEEDED and not state.stepped_first and not state.alone:
         found.append(
-            "no rank did a training step: was this the right script, and was anything left to train?"
+            "no rank did a training step (of an optimizer of torch, or by jurymast.step): was this the right "
+            "script, and was anything left to train?"
         )
     if unprotected and state.stepped_first:
         if state.attempt > 1 and state.first_step_at is not None and state.base == state.origin is not None:
@@ -480,7 +495,7 @@ def cadence_lines(view: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"failures   {_number(rate['mean'])} per 1,000 node-days expected "
         f"({100 * rate['level']:.0f} %: {_number(rate['low'])} to {_number(rate['high'])}), "
-        f"after {count(rate['failures'], 'failure')} here{earlier}"
+        f"after {count(rate['failures'], 'failure')} of nodes here{earlier}"
     )
     return lines
 
@@ -571,13 +586,14 @@ def _ended_by(view: View) -> str:
 
 def _training(view: View, now: float) -> str:
     text = step_told(view["step"], view["attempt"], known=view["step_known"])
-    text = text if view["step"] else "no step done yet"
+    yet = "" if view["ended_at"] and not view["next"] else " yet"
+    text = text if view["step"] else f"no step done{yet}"
     if view["step_seconds"]:
         text += f", {duration(view['step_seconds'])} a step"
     text = ", ".join([text, *rates(view["a_second"])])
     saved = view["saved_step"]
     if saved is None:
-        return f"{text}, no checkpoint yet"
+        return f"{text}, no checkpoint{yet}"
     tiers = view["tiers"]
     where = [f"{name} {tier['step']}" for name, tier in tiers.items() if tier["step"] is not None]
     return f"{text}, newest checkpoint step {saved}" + (f" ({', '.join(where)})" if len(tiers) > 1 else "")
@@ -617,6 +633,8 @@ def _incident_blocks(view: View, everything: bool, now: float) -> list[Block]:
     ]  # fmt: skip
     headers = ("#", "AT", "CAUSE", "NODE", "ACTION", "STEPS", "TOOK", "WHY")
     blocks: list[Block] = [Line(""), Table(headers, rows, right=frozenset({0}))]
+    if not all(i["rework_known"] for i in incidents):
+        blocks.append(Line(MORE))
     return [*blocks, Line(f"and {count(earlier, 'earlier incident')} (--all)")] if earlier else blocks
 
 
@@ -634,15 +652,14 @@ def _took(incident: View, now: float | None) -> str:
     among it, has taken until now."""
     told: float = sum(incident["seconds"].values())
     if not incident["open"]:
-        return duration(told)
+        return at_least(duration(told), incident)
     return duration(told if now is None else max(told, now - _seconds(incident["at"]))) + " so far"
 
 
 def _steps(incident: View) -> str:
     """The steps that were lost: from which step back to which."""
-    if incident["step_restored"] is None:
-        return str(incident["step_lost_from"])
-    return f"{incident['step_lost_from']} -> {incident['step_restored']}"
+    lost_from = lost_step(incident)
+    return lost_from if incident["step_restored"] is None else f"{lost_from} -> {incident['step_restored']}"
 
 
 def _seconds(text: str) -> float:

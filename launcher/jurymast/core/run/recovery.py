@@ -218,6 +218,9 @@ def finish(state: RunState, how: str, exit_code: int, reason: str) -> list[Instr
     state.phase, state.exit_code, state.end_reason, state.ended_at = Phase(how), exit_code, reason, state.now
     if state.incident is not None:
         state.incident.end_unrecovered(state.now, state.first_step_at, state.stepped_at)
+    if state.phase is Phase.SUCCEEDED and not state.stepped_first:  # ranks did what no step tells of
+        for incident in state.incidents:
+            incident.rework_known = False
     return [Finish(state=how, exit_code=exit_code, reason=reason)]
 
 
