@@ -86,9 +86,10 @@ def site_options(cluster: Cluster) -> Iterator[None]:
 
 
 SCRIPT = """#!/bin/sh
-#SBATCH --nodes=2 --site-image debian:12 --site-quiet
+#SBATCH --nodes=2 --site-level --site-image debian:12 --site-quiet
 echo "script $SITE_IMAGE"
-srun --site-image=step torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py
+srun --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 \\
+    --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py
 """
 
 
@@ -118,3 +119,9 @@ def test_options_of_a_plugin_reach_the_job_and_its_training(cluster: Cluster) ->
         cwd=work, check=False,
     )  # fmt: skip
     assert "unknown option --site-imag2 (did you mean --site-image?)" in refused.stderr
+    plain = cluster.login(
+        [str(cluster.python.with_name("jurymast")), "submit", "--runs", str(work / "runs"), "--dry-run",
+         "--site-level", "--site-image", "a b", "--site-level=2", "--nodes=2", "--", "show.py"],
+        cwd=work, check=False,
+    )  # fmt: skip
+    assert "--site-level --site-image 'a b' --site-level=2" in plain.stdout, plain.stderr

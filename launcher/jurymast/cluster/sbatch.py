@@ -102,11 +102,12 @@ HELP_LIMIT_S = 10.0
 
 
 @cache
-def _answer(program: str, option: str) -> str:
-    """What the command prints for this option; "" if it is not here."""
-    command = [program, option]
+def _answer(program: str, *options: str) -> str:
+    """What the command prints for these options; "" if it is not here."""
     try:
-        done = programs.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S)
+        done = programs.run(
+            [program, *options], capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_LIMIT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
@@ -116,10 +117,17 @@ def _help_of(program: str) -> str:
     return _answer(program, "--help")
 
 
-def version_of(program: str) -> str:
-    """The release that the command says it is from, such as "slurm-wlm 22.05.8"; "" if it does not say."""
-    said = _answer(program, "--version").strip()
+def version_of(program: str, *options: str) -> str:
+    """The release that the command with these options says it is from, such as "slurm-wlm 22.05.8"; "" if it
+    does not say."""
+    said = _answer(program, *options, "--version").strip()
     return said if re.fullmatch(r"slurm\S* \S+", said) else ""
+
+
+def _lacks_value(program: str, option: str) -> bool:
+    """Whether an option of a plugin, which --help shows with a value, does without: the command then finds
+    the next one. Else it takes that for the value, and ends for want of a script or a command."""
+    return bool(version_of(program, option))
 
 
 SBATCH = Grammar("sbatch", REQUIRED, OPTIONAL, NONE, SHORT)
@@ -204,15 +212,16 @@ def _long_option(
     line: CommandLine, word: str, rest: list[str], own: Mapping[str, bool], grammar: Grammar
 ) -> None:
     typed, equals, value = word.partition("=")
-    ours = typed in own
-    if not ours and not any(name.startswith(typed[2:]) for name in grammar.long):
+    ours, known = typed in own, grammar.long
+    if not ours and not any(name.startswith(typed[2:]) for name in known):
         grammar = grammar.with_installed()
     name = typed[2:] if ours else _full_name(typed, own, grammar)
     if equals and (not own[typed] if ours else name in grammar.none):
         raise UsageError(f"option --{name} takes no value")
     # An abbreviation is passed on in full, so that later readers find the option by name.
     words = [f"--{name}{equals}{value}"]
-    if not equals and (own[typed] if ours else name in grammar.required):
+    needs = own[typed] if ours else name in grammar.required
+    if needs and not equals and (ours or name in known or not _lacks_value(grammar.program, f"--{name}")):
         value = _value(typed, rest)
         words.append(value)
     if ours:
