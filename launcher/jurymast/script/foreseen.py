@@ -21,8 +21,17 @@ UNSEEN = {
     "colossalai": "starts its ranks by itself (ssh)", "composer": "starts its ranks by itself",
     "deepspeed": "starts its ranks by itself (ssh, pdsh)",
     "horovodrun": "starts its ranks by itself", "mpiexec": "MPI starts the ranks",
-    "mpirun": "MPI starts the ranks", "ray": "Ray starts the ranks",
+    "mpirun": "MPI starts the ranks", "ray": "Ray starts the ranks", "torchx": "starts a job of its own",
 }  # fmt: skip
+# The same launchers as modules of Python's; and where they may stand in a container's command, or a shell's.
+_MODULES = {
+    "horovod": "horovodrun",
+    **{name: name for name in ("colossalai", "composer", "deepspeed", "torchx")},
+}
+_INSIDE = re.compile(
+    rf"-m\s+({'|'.join(_MODULES)})\b|(?:^|[\s;&|/])(colossalai|deepspeed|horovodrun|mpiexec|mpirun|torchx)(?=\s)",
+    re.MULTILINE,
+)
 # Programs that start a command outside the job's steps.
 ELSEWHERE = frozenset({"clush", "parallel-ssh", "pdsh", "pssh", "ssh"})
 INSTEAD = "put `srun torchrun --nproc-per-node=N` in its place"
@@ -172,7 +181,7 @@ def _fate(
     if words and _name(words[0]) in AROUND:
         step = next((place for place, word in enumerate(words) if _name(word) == "srun"), 0)
         words = words[step:]
-    program = _name(words[0]) if words else ""
+    program = _unseen(words) or (_name(words[0]) if words else "")
     if program == "srun":
         return _step(words, variables, active, train)
     if program in UNSEEN:
@@ -189,8 +198,15 @@ def _fate(
             return active == 1, "one training on the first node" + ", without failure handling" * (active > 1)
         return True, "a launcher: runs on all nodes, as if srun preceded it"
     if recognise.names_python(words, variables):
-        return False, "runs once, on the first node, as under sbatch; `srun` or `torchrun` before it trains"
+        return False, "runs once, on the first node, as under sbatch; for all nodes, put `torchrun` before it"
     return _unread(words)
+
+
+def _unseen(words: Sequence[str]) -> str:
+    """The launcher that a command starts as a module of Python's, if jurymast does not see its ranks; or
+    ""."""
+    found = re.match(r"\S*\bpython[\d.]*(?: -(?!m )\S+)* -m (\w+)", " ".join(words))
+    return _MODULES.get(found[1], "") if found else ""
 
 
 def _stripped(words: Sequence[str]) -> list[str]:
@@ -308,7 +324,7 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
         protected, why = _launcher(step, variables, active)
         reads = step.last("input") not in (None, "none") and protected
         return protected, why + "; its ranks read nothing, also with --input" * bool(reads)
-    if program in UNSEEN:
+    if program := _unseen(step.command) or (program if program in UNSEEN else ""):
         return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
     tasks = recognise.tasks_a_node(step, variables, active)
     if not recognise.starts_ranks(step.command, read, variables):
@@ -360,6 +376,9 @@ def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> tu
     line, *read = recognise.texts(step.command, recognise.read_shell_script, variables)
     if (scripts := recognise.SHELL_SCRIPT.findall(line)) and not read:
         return None, f"{scripts[0]} cannot be read here: what it starts is known only when it runs"
+    if inside := next(filter(None, map(_INSIDE.search, (line, *read))), None):
+        program = _MODULES[inside[1]] if inside[1] else inside[2]
+        return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
     return False, "not a training: runs as under sbatch"
 
 
