@@ -200,13 +200,16 @@ GPUS_OF_TASKS = """#!/bin/bash
 cd sub
 cat > gpus.py <<END
 import os, sys
-names = ("SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
+names = ("SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 print("said", *sys.argv[1:], *map(os.environ.get, names))
 END
 srun python gpus.py by the head
 srun --gpus-per-task=1 python gpus.py by the step
 srun --gpu-bind=none python gpus.py not bound | sed 's/None/0,1,2,3/g'
 srun --gpu-bind=map_gpu:3,1 python gpus.py listed
+srun --gpus=4 python gpus.py by a total
+srun --gpus-per-task=1 --ntasks=2 --ntasks-per-node=1 torchrun --nnodes=2 --rdzv-backend=c10d \\
+    --rdzv-endpoint=$(hostname):29519 gpus.py for a torchrun
 """
 
 
@@ -227,7 +230,30 @@ def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: 
         found, wanted = ({name: other_lines(told) for name, told in side.items()} for side in (found, wanted))
     assert found == wanted
     lines = [line for told in found.values() for line in told]
-    assert {"said by the head 0 0,1 0,1", "said by the head 3 2,3 2,3"} <= set(lines), found
+    assert {"said by the head 0 0,1 0,1 4", "said by the head 3 2,3 2,3 4"} <= set(lines), found
+    assert {"said by the step 3 1 1 2", "said for a torchrun 1 0 0 1"} <= set(lines), found
+
+
+# Slurm would give one node a single GPU, and another one as many as it has.
+TOTAL_OF_GPUS = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --gpus=4
+#SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err
+#JURYMAST train: yes
+cd sub
+cat > gpus.py <<END
+import os
+names = ("SLURM_PROCID", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS")
+print("said", *map(os.environ.get, names), "JURYMAST_RUN" in os.environ)
+END
+srun python gpus.py
+"""
+
+
+def test_nodes_share_a_total_of_gpus_alike(cluster: Cluster, tmp_path: Path) -> None:
+    work = cluster.shared / tmp_path.name[:20]
+    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=TOTAL_OF_GPUS)
+    lines = [line for told in said(work).values() for line in told]
+    assert lines == [f"said {task} 0,1 2 None 4 True" for task in range(4)]
 
 
 TOLD_TO_EXPORT = """#!/bin/bash

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jurymast.cluster.planning import OwnOptions, make_plan
+from jurymast.cluster.planning import OwnOptions, make_plan, spreads_gpus
 from jurymast.cluster.sbatch import BatchScript, find_script, parse, read_script, split_command_line, wrapped
 from jurymast.cluster.slurm import build_request
 from jurymast.core.state.settings import RunPlan
@@ -206,6 +206,35 @@ def test_sizes_and_precedence(
     assert made.active == active
     assert [option for option in options if option in made.sbatch_options] == options
     assert ("--signal=B:USR2@120" in made.sbatch_options) is ("signal" not in text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "spares", "each"),
+    [
+        (("-N 2", "--gpus=8", "--ntasks=8", "--ntasks-per-gpu=1"), (), 1, "4"),
+        (("-N 2", "--gpus=h100:8"), (), 0, "h100:4"),
+        (("-N 1", "--gpus=8"), (), 1, "8"),
+        (("-N 2",), ("--gpus=4",), 1, "2"),
+        (("-N 2", "--gpus=8", "--gres=nvme:1"), (), 1, "4"),
+        (("-N 1", "--gpus=8"), (), 0, ""),  # it has them all
+        (("-N 3", "--gpus=8"), (), 1, ""),
+        (("-N 2", "--gpus=h100:8,a100:8"), (), 1, ""),
+        (("-N 2", "--gpus=8", "--gpus-per-task=1"), (), 1, ""),
+        (("-N 2", "--gpus=8"), ("--gpus-per-node=4",), 1, ""),
+        (("-N 2", "--gpus=8", "--gres=gpu:4"), (), 1, ""),
+        (("-N 2",), (), 1, ""),
+    ],
+)
+def test_each_node_has_its_share_of_a_total_of_gpus(
+    lines: tuple[str, ...], words: tuple[str, ...], spares: int, each: str
+) -> None:
+    text = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines)
+    made = plan(text, *words, spares=spares)
+    told = [option for option in made.sbatch_options if option.startswith("--gpus-per-node=")]
+    assert told == (
+        [f"--gpus-per-node={each}"] if each else [option for option in words if "-node=" in option]
+    )
+    assert spreads_gpus(made) is bool(each)
 
 
 @pytest.mark.parametrize(

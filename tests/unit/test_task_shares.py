@@ -21,6 +21,7 @@ from jurymast.script.sharing import (
     all_gpus,
     each_nodes_gpus,
     fits,
+    gpus_on_node,
     read_by,
     shares_of,
     with_cpus,
@@ -320,6 +321,34 @@ def test_all_lists_of_gpus_show_the_same_ones() -> None:
     assert own_gpus(node, 1, asdict(TaskShares())) == own_gpus({}, 1, how) == {}
 
 
+# As Slurm 22.05 and 24.11 say it, for two tasks on a node.
+@pytest.mark.parametrize(
+    ("typed", "environment", "count"),
+    [
+        ("-n4", {}, 0),
+        ("-n4", {"SLURM_GPUS_PER_TASK": "2"}, 4),
+        ("-n4 --gpus-per-task=1", {"SLURM_GPUS_PER_TASK": "2"}, 2),
+        ("-n4 --gpus-per-task=h100:1", {"SLURM_GPUS": "8"}, 2),
+        ("-n4 --gpus-per-task=1", {"SLURM_GPUS_PER_NODE": "4"}, 0),
+        ("-n4 --gpus-per-task=1 --gpus=4", {}, 2),
+        ("-n4 --gpus=2", {"SLURM_GPUS_PER_TASK": "2"}, 4),
+        ("-n4 --gres=gpu:3", {"SLURM_GPUS_PER_TASK": "2"}, 0),
+        ("-n4 --tres-per-task=gres:gpu:2", {}, 4),
+        ("-n4 --ntasks-per-gpu=2", {}, 1),
+        ("-n4 --gpu-bind=single:1", {"SLURM_GPUS_PER_TASK": "2"}, 4),
+    ],
+)
+def test_how_many_gpus_a_step_says_that_it_has_on_a_node(
+    typed: str, environment: dict[str, str], count: int
+) -> None:
+    srun = parse([*typed.split(), "x"])
+    assert srun is not None
+    found = gpus_on_node(srun, environment, VARIABLES.values(), 2)
+    assert found == count
+    told = own_gpus({"SLURM_GPUS_ON_NODE": "4"}, 0, asdict(TaskShares(gpus_on_node=found)))
+    assert told == ({"SLURM_GPUS_ON_NODE": str(count)} if count else {})
+
+
 @pytest.mark.parametrize(
     ("typed", "environment", "told"),
     [
@@ -330,7 +359,7 @@ def test_all_lists_of_gpus_show_the_same_ones() -> None:
         ("-n4", {"SLURM_TRES_PER_TASK": "cpu=1"}, []),
         ("-n4 --gpus-per-task=1", {}, []),
         ("-n4 --gres=gpu:2", {"SLURM_GPUS_PER_TASK": "2"}, []),
-        ("-n4 --gpus=2", {"SLURM_GPUS_PER_TASK": "2"}, []),
+        ("-n4 --gpus=2", {"SLURM_GPUS_PER_TASK": "2"}, ["--gpus-per-node=4"]),
     ],
 )
 def test_the_agent_has_all_gpus_where_the_job_asks_for_some_for_each_task(

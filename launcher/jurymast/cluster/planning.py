@@ -18,6 +18,8 @@ from typing import Any
 from jurymast import foreign
 from jurymast.cluster.sbatch import (
     DONE_HERE,
+    GPUS_OF_A_NODE,
+    LISTS_OF_A_NODE,
     BatchScript,
     CommandLine,
     Given,
@@ -339,12 +341,32 @@ def _nodes_of_gpus(gpus: Given, told: CommandLine, *, one_task: bool, spares: in
     return 1
 
 
+def gpus_of_each(told: CommandLine, active: int) -> str:
+    """The GPUs of each of a job's `active` nodes if it gives only their total; "" if its options say more, or
+    if nodes would differ. Slurm may give one node a single GPU and another one all the rest, and with spare
+    nodes the training's need not have as many as they had without."""
+    lists = any("gpu" in (told.last(name) or "") for name in LISTS_OF_A_NODE)
+    total = told.last("gpus") or ""
+    if "," in total or lists or told.has(*GPUS_OF_A_NODE, "gpus-per-socket"):
+        return ""
+    each = scaled(total, 1, active)
+    return each if scaled(each, active, 1) == total else ""
+
+
+def spreads_gpus(plan: RunPlan) -> bool:
+    """Whether the job of a batch script has `gpus_of_each` although the user has not said it."""
+    ours = set(plan.sbatch_options) - set(plan.typed_options)
+    return any(option.startswith("--gpus-per-node=") for option in ours)
+
+
 def _with_options(plan: RunPlan, script: BatchScript, told: CommandLine) -> RunPlan:
     """The plan of a batch script, with sbatch options for spare nodes around those that were typed."""
     options = [*where_options(script.sbatch), *plan.sbatch_options, f"--nodes={plan.nodes}"]
     for name in TOTALS:
         if total := told.last(name):
             options.append(f"--{name}={scaled(total, plan.nodes, plan.active)}")
+    if plan.nodes > 1 and (each := gpus_of_each(told, plan.active)):
+        options.append(f"--gpus-per-node={each}")
     options += ["--no-kill", "--requeue" if plan.requeue else "--no-requeue"]
     if not told.has("job-name"):  # sbatch would use the name of its script, which is not the user's
         options.append(f"--job-name={script.job_name}")

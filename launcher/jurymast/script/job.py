@@ -19,6 +19,7 @@ import psutil
 from jurymast import foreign
 from jurymast.cluster.allocation import from_slurm_environment, own_directory
 from jurymast.cluster.control import STILL_RUNNING, why_ending
+from jurymast.cluster.planning import spreads_gpus
 from jurymast.cluster.signals import SLURMS_WARNING, WARNINGS
 from jurymast.cluster.slurm import script_file, users_script, warns_itself
 from jurymast.core.judges.slurm_variables import of_active_nodes
@@ -50,6 +51,8 @@ def run(run_directory: str, arguments: list[str]) -> int:
     hosts = compressed(allocation.nodes[: plan.active])
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
+    if spreads_gpus(plan):
+        environment.pop("SLURM_GPUS_PER_NODE", None)  # the user has not asked for it
     write_json(true_variables_file(directory), true)
     code = run_script(
         script, arguments, shims.with_shims(environment, directory), warns=warns_itself(plan),

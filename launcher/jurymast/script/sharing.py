@@ -23,8 +23,8 @@ VARIABLES = {
     "tres-per-task": "SLURM_TRES_PER_TASK",
 }  # fmt: skip
 OPTIONS = frozenset(VARIABLES)
-# Options that say how many GPUs a step has on a node.
-SIZES = ("gpus", "gpus-per-node", "gpus-per-socket", "gres", "tres-per-node")
+# Options that say how many GPUs a step has on a node. A total (--gpus) does not where a task's are known.
+SIZES = ("gpus-per-node", "gpus-per-socket", "gres", "tres-per-node")
 # What Slurm derives from the same options for whoever reads it. Newer sruns (24.11, 26.05) do, and not the
 # variable above: their steps have as many processors for each task as their job asked for.
 JOBS_CPUS = "SLURM_CPUS_PER_TASK"
@@ -70,6 +70,14 @@ def all_gpus(srun: CommandLine, environment: Mapping[str, str]) -> list[Given]:
     return [Given("gpus-per-node", count, (f"--gpus-per-node={count}",))]
 
 
+def gpus_on_node(srun: CommandLine, environment: Mapping[str, str], read: Collection[str], tasks: int) -> int:
+    """How many GPUs Slurm would give to a step with so many `tasks` on each node; 0: as many as ours has,
+    whose only task there has the whole node. `read`: see `read_by`."""
+    each, sharing = _gpus_of_tasks(StepOptions(srun, environment, read))
+    whole = srun.has(*SIZES) or "SLURM_GPUS_PER_NODE" in environment
+    return 0 if whole else each * -(-tasks // sharing)
+
+
 def read_by(srun: str, release: tuple[int, ...]) -> frozenset[str]:
     """Return which of our variables this srun reads. The program itself tells, by the names that it has; if
     it does not, as a site's script, the `release` of Slurm tells some."""
@@ -102,8 +110,10 @@ def with_cpus(tres: str, cpus: int) -> str:
 class StepOptions:
     """What a step's options and variables say; an option counts before its variable."""
 
-    def __init__(self, srun: CommandLine, environment: Mapping[str, str]) -> None:
-        self._srun, self._environment = srun, environment
+    def __init__(self, srun: CommandLine, environment: Mapping[str, str], read: Collection[str]) -> None:
+        """`read`: the variables that count."""
+        self._srun = srun
+        self._environment = {name: value for name, value in environment.items() if name in read}
 
     def cpus(self) -> int:
         """Processors of a task; 0 if nothing says it."""
@@ -134,7 +144,7 @@ def shares_of(
 ) -> TaskShares:
     """How a step's tasks share their node, where Slurm binds tasks as its configuration says. `read`: see
     `read_by`."""
-    said = StepOptions(srun, {name: value for name, value in environment.items() if name in read})
+    said = StepOptions(srun, environment, read)
     gpus, tasks_per_gpu, gpu_list = _gpus(said)
     cpus = said.cpus()
     bound_to = _bound_to(said) if slurm.tasks else "none"
@@ -199,15 +209,20 @@ def _gpus(said: StepOptions) -> tuple[int, int, str]:
         "none",
     ):  # Slurm knows which are close to which processors, and shows all otherwise
         return 0, 1, ""
+    return (*_gpus_of_tasks(said), "")
+
+
+def _gpus_of_tasks(said: StepOptions) -> tuple[int, int]:
+    """How many GPUs a step has for a task, and for how many tasks they are; (0, 1) if it does not say."""
     per_task = said("gpus-per-task").rpartition(":")[2]
     for entry in said("tres-per-task").split(","):  # cpu=2,gres/gpu:h100:1 and the like
         name, _, rest = re.sub(r"^gres[:/]", "", entry).replace("=", ":").partition(":")
         if name == "gpu":
             per_task = per_task or (rest or "1").rpartition(":")[2]
     if per_task.isdigit():
-        return int(per_task), 1, ""
+        return int(per_task), 1
     sharing = said.number("ntasks-per-gpu")
-    return (1, sharing, "") if sharing else (0, 1, "")
+    return (1, sharing) if sharing else (0, 1)
 
 
 def _gpu_bind(said: StepOptions) -> str:

@@ -390,7 +390,8 @@ class Step:
         shell's; None if srun would refuse them. `guessed`: see `RunPlan`."""
         slurm = binding()
         read = sharing.read_by(shims.real("srun", os.environ), release())
-        shares = shares_of(srun, os.environ, slurm, read)
+        on_node = sharing.gpus_on_node(srun, os.environ, read, tasks)
+        shares = replace(shares_of(srun, os.environ, slurm, read), gpus_on_node=on_node)
         over = srun.has("overcommit") or "SLURM_OVERCOMMIT" in os.environ
         if not over and not sharing.fits(shares.cpus, tasks, self.active, os.environ):
             return None
@@ -405,8 +406,8 @@ class Step:
         # Slurm binds nothing, all that comes of --cpu-bind is a line of srun's, and variables.
         ours = sharing.OPTIONS if slurm.tasks else sharing.OPTIONS - {"cpu-bind"}
         names = (*(sharing.VARIABLES[option] for option in ours), *sharing.DERIVED)
-        not_ours = {*ours, "input"}
         gpus = sharing.all_gpus(srun, os.environ)
+        not_ours = {*ours, "input", *(["gpus"] if gpus else [])}
         if not place and not in_image(srun):  # a container may not have these programs
             self._prologs, self._epilogs = prologs(srun, os.environ), epilogs(srun, os.environ)
             names = (*names, PROLOG_VARIABLE, EPILOG_VARIABLE)

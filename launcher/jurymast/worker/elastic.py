@@ -52,6 +52,8 @@ GPUS = (
     "SLURM_STEP_GPUS",
 )  # fmt: skip
 
+GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
+
 
 def task_variables(
     rank: Mapping[str, str], step: Mapping[str, str], hosts: str, *, each_rank: bool
@@ -66,14 +68,15 @@ def task_variables(
 
 
 def own_gpus(node: Mapping[str, str], local_rank: int, how: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that show a task, by its number on its node, its GPUs; {} if it sees all. `how`:
-    see `TaskShares`."""
+    """Return the variables that show a task, by its number on its node, its GPUs, and how many its step has
+    there; {} if it sees all. `how`: see `TaskShares`."""
     lists = {name: node[name].split(",") for name in GPUS if name in node}
-    return {
+    told = {
         name: ",".join(devices[place] for place in places)
         for name, devices in lists.items()
         if (places := task_shares.gpus(devices, local_rank, how))
     }
+    return told | ({GPUS_ON_NODE: str(how["gpus_on_node"])} if how["gpus_on_node"] else {})
 
 
 def as_a_task(rank: dict[str, str], step: Mapping[str, str]) -> None:

@@ -163,6 +163,7 @@ class TaskShares:
 
     gpus: Count = 0  # 0: each sees all of its node's
     tasks_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] = 1  # so many see the same
+    gpus_on_node: Count = 0  # so many does Slurm say that the step has on a node; 0: what it says to ours
     gpu_list: str = ""  # which see which, one task after the other: `map_gpu:3,2`, `mask_gpu:0x3,0xc`
     cpus: Count = 0  # processors of a task; 0: not said
     # To what each is bound: to threads, cores, sockets, ldoms, a list (`map_cpu:1,2`), or to none; "": Slurm
