@@ -225,13 +225,13 @@ def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: 
     if cluster.options.slurm != SLURM_SYSTEM:
         # It binds the GPUs of a step as it would the job's: task 1 would see that of task 0, and that alone.
         assert [line for line in found["parity-N"] if "by the step" in line] == [
-            f"said by the step {rank} {rank % 2} {rank % 2}" for rank in range(4)
+            f"said by the step {rank} {rank % 2} {rank % 2} 2" for rank in range(4)
         ]
         found, wanted = ({name: other_lines(told) for name, told in side.items()} for side in (found, wanted))
     assert found == wanted
     lines = [line for told in found.values() for line in told]
     assert {"said by the head 0 0,1 0,1 4", "said by the head 3 2,3 2,3 4"} <= set(lines), found
-    assert {"said by the step 3 1 1 2", "said for a torchrun 1 0 0 1"} <= set(lines), found
+    assert {"said by a total 3 2,3 2,3 4", "said for a torchrun 1 0 0 1"} <= set(lines), found
 
 
 # Slurm would give one node a single GPU, and another one as many as it has.
