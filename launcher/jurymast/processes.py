@@ -35,6 +35,7 @@ TASKS_ALONE_VARIABLE = "JURYMAST_TASKS_ALONE"
 # maps: an agent maps every image, and may be the largest process of its node. See proc_pid_oom_score_adj(5).
 OOM_SCORE_FIRST = 1000
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+STAT_BYTES = 4096  # more than a process's /proc/PID/stat has
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -90,11 +91,17 @@ class _Process:
 def _processes() -> Iterator[_Process]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            fields = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
+            file = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # it has ended
             continue
-        state, *numbers = fields.rpartition(")")[2].split()[:4]
-        yield _Process(int(name), state, *map(int, numbers))
+        try:
+            fields = os.read(file, STAT_BYTES)
+        except OSError:
+            continue
+        finally:
+            os.close(file)
+        state, *numbers = fields.rpartition(b")")[2].split()[:4]
+        yield _Process(int(name), state.decode(), *map(int, numbers))
 
 
 def process_state(pid: int) -> tuple[str, float]:
@@ -110,7 +117,7 @@ def process_state(pid: int) -> tuple[str, float]:
 def kill_group(group: int) -> None:
     """Kill a rank's process group. Python's resource tracker in it lives on: it removes the shared memory
     with a name that the others leave behind, and then ends by itself."""
-    _kill(lambda: {one.pid for one in _processes() if one.group == group})
+    _kill(lambda: {one.pid for one in _processes() if one.group == group and one.state not in "ZX"})
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -122,11 +129,15 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
-def _kill(found: Callable[[], set[int]]) -> None:
+def _kill(found: Callable[[], set[int]]) -> set[int]:
     """Kill the processes that `found` returns, but none that removes what they leave, until it returns no
-    others."""
+    others. Return those that it returned last."""
     killed: set[int] = set()
-    while new := {pid for pid in found() - killed if not (is_tracker(pid) or is_torchs_manager(pid))}:
+    while True:
+        left = found()
+        new = {pid for pid in left - killed if not (is_tracker(pid) or is_torchs_manager(pid))}
+        if not new:
+            return left
         for pid in new:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -161,7 +172,7 @@ def kill_strays() -> None:
     """Kill all that ranks below this process have left behind, without waiting for it. No rank may run. Ranks
     lead sessions of their own, so what they start is never in this process's session, in which all our own
     processes are."""
-    _kill(_strays)
+    _kill(lambda: _strays([*_processes()]))
 
 
 def end_strays(
@@ -177,13 +188,15 @@ def end_strays(
     this, and are not held up by what goes by itself and is in nobody's way."""
 
     def strays() -> set[int]:
-        kept = {*spared, *(one.pid for pid in spared for one in _below(pid, _processes()))}
-        left = _strays(probes=probes) - kept
+        # One look at all processes, of which a node may have thousands: what a spared rank starts meanwhile
+        # is never without it.
+        found = [*_processes()]
+        kept = {*spared, *(one.pid for pid in spared for one in _below(pid, found))}
+        left = _strays(found, probes=probes) - kept
         return {pid for pid in left if not is_torchs_manager(pid)} if again else left
 
     end = time.monotonic() + limit_s
-    _kill(strays)
-    while left := strays():
+    while left := _kill(strays):
         for pid in left:
             with contextlib.suppress(ChildProcessError):  # another process of ours has adopted it
                 os.waitpid(pid, os.WNOHANG)
@@ -193,7 +206,6 @@ def end_strays(
                     os.kill(pid, signal.SIGKILL)
             return False
         time.sleep(STRAYS_POLL_S)
-        _kill(strays)
     return True
 
 
@@ -202,7 +214,7 @@ def kill_below(pid: int) -> None:
     the process itself, which would leave those to others that it still starts."""
 
     def found() -> set[int]:
-        processes = list(_processes())
+        processes = [*_processes()]
         group = {one.pid for one in processes if one.group == pid}
         return (group | {one.pid for one in _below(pid, processes)}) - {pid}
 
@@ -220,13 +232,14 @@ def _below(pid: int, processes: Iterable[_Process]) -> Iterator[_Process]:
             yield process
 
 
-def _strays(*, probes: bool = False) -> set[int]:
-    """The descendants of this process in other sessions than its own, without those that have ended and wait
-    for another parent to notice. With `probes`, also those in its session that run others' code."""
+def _strays(processes: Iterable[_Process], *, probes: bool = False) -> set[int]:
+    """Those of the `processes` that descend from this one, in other sessions than its own, without those that
+    have ended and wait for another parent to notice. With `probes`, also those in its session that run
+    others' code."""
     own, session = os.getpid(), os.getsid(0)
     probes = probes and not _dies_first(own)
     return {
-        process.pid for process in _below(own, _processes())
+        process.pid for process in _below(own, processes)
         if (process.session != session or (probes and _dies_first(process.pid)))
         and (process.state not in "ZX" or process.parent == own)
     }  # fmt: skip

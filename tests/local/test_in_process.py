@@ -11,7 +11,7 @@ import pytest
 
 from jurymast.core.state import events as ev
 from support.in_process import FAULT_AT, PROCESSES, SCRIPT, STEPS, ended_well, processes, traced, training
-from support.runs import jurymast
+from support.runs import jurymast, tree
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
@@ -52,6 +52,22 @@ def test_a_rank_fails_and_the_others_go_on_without_a_lost_step(
     assert {rank for rank in before if before[rank] == after[rank]} == {0, 1, 3}
     assert {told["pid"] for told in traced(tmp_path) if told["rank"] == 0} == {before[0]}
     assert len(state.incidents) == 1, run.story()
+
+
+def test_a_rank_that_starts_anew_becomes_a_process_that_was_forked_ahead(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    with training(tmp_path, "--step-time", "0.15") as run:
+        node = run.wait_step(1).placement[0]
+
+        def ahead() -> set[int]:
+            return {one.pid for one in tree(run.agent_pid(node)) if one.name() == "jurymast-ready"}
+
+        wait_until("processes that wait", lambda: len(ahead()) == PROCESSES)
+        waited = ahead()
+        os.kill(run.pids(node)[1], signal.SIGKILL)
+        ended_well(run, tmp_path, undisturbed)
+    assert processes(run, 2)[1] in waited, run.story()
 
 
 @pytest.mark.parametrize("over", ["", "node"])

@@ -156,7 +156,11 @@ def test_a_store_is_made_only_where_rank_0_is(rank: int, monkeypatch: pytest.Mon
     elsewhere = TCPStore(HOME, 0, is_master=True, wait_for_workers=False)
     pipe = Pipe(rank, elsewhere.port)
     here = AgentRendezvous(cast(AgentPipe, pipe), "run")
-    here.next_rendezvous().store.set("a", "b")
+    here.next_rendezvous()
+    assert (here.store is None) == bool(rank), "a node waits for another one"
+    here.reach_store()
+    assert here.store is not None
+    here.store.set("a", "b")
     if rank == 0:
         assert TCPStore(HOME, pipe.port, is_master=False, wait_for_workers=False).get("a") == b"b"
     else:

@@ -372,12 +372,13 @@ class Member:
             self._drop_made()
         self._live.settle()
         step = self._step = self._step if self._step >= 0 and self._is_whole() else -1
-        gc.collect()  # an old DDP wrapper would reduce gradients still
         self._checkpointer.attempt_ends()
-        self._ward.end()
-        self._groups.leave()
         # Where each rank has shards of its own, those that are gone take their step with them.
         self._side.say("left", -1 if self._no_twin else step)
+        # Nobody waits for what follows: the next attempt is decided meanwhile.
+        gc.collect()  # an old DDP wrapper would reduce gradients still
+        self._ward.end()
+        self._groups.leave()
         self._attempt_begins(self._joins.get())
         self._enter()
         self._groups.make()

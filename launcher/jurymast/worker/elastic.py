@@ -135,30 +135,36 @@ class RankServer:
         sparing: Sparing,
     ) -> None:
         """Start ranks with these environments and arguments, by local rank; of those that have `ended`, a
-        process that does nothing. Those that were spared go on."""
-        self._pids = []
-        for local_rank in range(len(envs)):  # `stop` ends those that were started if another cannot be
-            if (pid := sparing.spared(local_rank)) and sparing.join(local_rank, envs[local_rank]):
-                self._pids.append(pid)
-                continue
-            if pid:
+        process that does nothing. Those that were spared go on, and come last, as they wait for others."""
+        spared = {local: pid for local in envs if (pid := sparing.spared(local))}
+        asked: list[int] = []
+
+        def ask(local: int) -> None:
+            sparing.starts(local)
+            what = {"local": local, "cold": cold, "ended": local in ended}
+            order = {"start": {"environment": envs[local], "arguments": args[local], **what}}
+            self._channel.sendall(json.dumps(order).encode() + b"\n")
+            asked.append(local)
+
+        for local in envs:
+            if local not in spared:
+                ask(local)
+        for local, pid in spared.items():
+            if not sparing.join(local, envs[local]):
                 self._signal(pid, signal.SIGKILL)
-            sparing.starts(local_rank)
-            what = {"cold": cold, "ended": local_rank in ended}
-            self._pids.append(self._start(local_rank, envs[local_rank], args[local_rank], what))
+                ask(local)
+        pids = {**spared, **dict(zip(asked, self._started(len(asked)), strict=True))}
+        self._pids = [pids[local] for local in range(len(envs))]
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
 
-    def _start(
-        self, local: int, environment: dict[str, str], arguments: tuple[str, ...], how: dict[str, bool]
-    ) -> int:
-        order = {"start": {"local": local, "environment": environment, "arguments": arguments, **how}}
-        self._channel.sendall(json.dumps(order).encode() + b"\n")
-        while True:
-            for message in self._receive():
-                if "started" in message:
-                    return int(message["started"])
+    def _started(self, count: int) -> list[int]:
+        """Wait until the server has started so many ranks; return their ids."""
+        found: list[int] = []
+        while len(found) < count:
+            found += [int(message["started"]) for message in self._receive() if "started" in message]
+        return found
 
     def codes(self) -> list[int | None]:
         """Return the ranks' exit codes, negative for a signal, or None while they run."""
@@ -250,6 +256,7 @@ class ImpatientAgent(LocalElasticAgent):
         pids = [started[local_rank] for local_rank in sorted(started)]
         rendezvous = self._rendezvous_handler
         rendezvous.pipe.tell(msg.Started(attempt=rendezvous.launch.attempt, pids=tuple(pids)))
+        rendezvous.reach_store()
         return started
 
     def _start_ranks(self, *, envs: dict[int, dict[str, str]], args: dict[int, Any], **_: Any) -> RankServer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -33,7 +33,7 @@ class AgentRendezvous(RendezvousHandler):
         self.pipe = pipe
         self._run_id = run_id
         self._closed = False
-        self._store: Store | None = None
+        self.store: Store | None = None  # the attempt's, once it is reached
         self.spared: tuple[SparedRank, ...] = ()  # of the last attempt; they wait for the next
 
     def get_backend(self) -> str:
@@ -44,17 +44,26 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Listen, tell the agent that this node is ready, and wait for the launch.
+        """Listen, tell the agent that this node is ready, and wait for the launch. Other nodes' launches are
+        not waited for: only rank 0's node has opened its store when this returns.
 
         Once the run is over, the agent ends this process while it waits.
         """
-        self._store = None  # closes the last attempt's server
+        self.store = None  # closes the last attempt's server
         with listen_at(os.environ.get(ADDRESS_VARIABLE, "")) as listener:
             order = self.launch = self.pipe.next_launch(listener.getsockname()[1], self.spared)
             served = listener.detach() if order.rank == 0 else None
         address, port = order.master_address, order.master_port
-        self._store = store_at(address, port, STORE_CONNECT_S, served)
-        return RendezvousInfo(self._store, order.rank, order.world, RendezvousStoreInfo(address, port))
+        if served is not None:
+            self.store = store_at(address, port, STORE_CONNECT_S, served)
+        info = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(self.store or HashStore(), order.rank, order.world, info)
+
+    def reach_store(self) -> None:
+        """See that this node reaches the store of the attempt whose ranks have started. Raises RuntimeError
+        if it does not, long before the ranks would give up."""
+        if self.store is None:
+            self.store = store_at(self.launch.master_address, self.launch.master_port, STORE_CONNECT_S)
 
     def is_closed(self) -> bool:
         return self._closed

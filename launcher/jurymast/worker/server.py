@@ -38,6 +38,7 @@ from jurymast.processes import (
 )
 from jurymast.worker import before_torch, epilog, preload, rank
 from jurymast.worker.agent_pipe import FD_VARIABLE
+from jurymast.worker.ready import AFTER_S, Ready, wait_for_order
 from jurymast.worker.shares import line, processors
 
 # ---- variables that the script sets
@@ -103,6 +104,8 @@ class ForkServer:
         self._ranks: dict[int, dict[str, str] | None] = {}  # their variables; None for one that does nothing
         self._epilogs: dict[int, dict[str, int] | None] = {}  # what the host is told once they have ended
         ours, theirs = socket.socketpair()
+        forks_ahead = len(self._bundles) > 1 and not self._plan["program"]
+        self._ready = Ready(self._plan["ranks"] if forks_ahead else 0)
         self._host = self._fork()
         if self._host == 0:
             ours.close()
@@ -113,6 +116,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         order = self._await_rank()
+        self._ready.leave()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (self._wake_r, wake_w):
@@ -209,18 +213,31 @@ class ForkServer:
         """Serve the host; returns only in a new rank, with the request for it."""
         while True:
             both: list[Any] = [self._channel, self._wake_r]
-            ready, _, _ = select.select(both, [], [])
-            if self._wake_r in ready:
+            news, _, _ = select.select(both, [], [], AFTER_S if self._ready.lacks else None)
+            if self._wake_r in news:
                 os.read(self._wake_r, 4096)
             self._reap()
-            if self._channel in ready:
+            if self._channel in news:
                 for order in self._orders():
                     self._await_epilogs()
-                    pid = self._fork()
+                    pid = (not order["ended"] and self._ready.take(order)) or self._fork()
                     if pid == 0:
                         return order
                     self._ranks[pid] = None if order["ended"] else order["environment"]
                     self._tell({"started": pid})
+            elif not news and (ahead := self._fork_ahead()) is not None:
+                return ahead
+
+    def _fork_ahead(self) -> dict[str, Any] | None:
+        """Fork a process that will be a rank. Returns its order in that process, once it comes, else None."""
+        pipe, ours = os.pipe2(os.O_CLOEXEC)
+        pid = self._fork()
+        if pid == 0:
+            os.close(ours)
+            return wait_for_order(pipe, self._pid)
+        os.close(pipe)
+        self._ready.add(pid, ours)
+        return None
 
     def _orders(self) -> list[dict[str, Any]]:
         try:
@@ -249,6 +266,7 @@ class ForkServer:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if pid == self._host:
                 self._end(code)
+            self._ready.ended(pid)
             if is_rank:
                 self._rank_ended(pid, code)
             elif told := self._epilogs.pop(pid, None):
