@@ -150,7 +150,9 @@ def test_slurm_is_asked_now_and_then_and_a_limit_that_it_does_not_tell_stays() -
     run.waits(3 * ASK_EVERY_S)
     assert run.asked - asked == 3
     run.limit(None)
-    assert run.after.machine.limit.ends_at == pytest.approx(run.story.t + 800.0 - 3 * ASK_EVERY_S, abs=1.0)
+    assert run.after.machine.foreseen.limit.ends_at == pytest.approx(
+        run.story.t + 800.0 - 3 * ASK_EVERY_S, abs=1.0
+    )
     run.limit(math.inf)
     run.waits(900.0)
     assert run.warned == 0

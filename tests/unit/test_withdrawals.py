@@ -12,7 +12,13 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import GiveBack, LookAtNodes, Record
 from jurymast.core.state.run import Role
 from jurymast.core.state.settings import Settings
-from jurymast.core.supervision.withdrawals import BACK_AFTER_S, LOOK_EVERY_S, Withdrawals
+from jurymast.core.supervision.withdrawals import (
+    BACK_AFTER_S,
+    LOOK_LEAST_S,
+    LOOK_MOST_S,
+    LOOK_SHARE,
+    Withdrawals,
+)
 from support.stories import Story
 
 WHY = "a new firmware"
@@ -36,15 +42,27 @@ class Watched:
         self.story.asked(ask.what, ask.node)
 
 
-def test_slurm_is_asked_now_and_then_while_the_run_does_steps() -> None:
+@pytest.mark.parametrize(
+    ("took_s", "every_s"), [(0.05, LOOK_LEAST_S), (0.2, 0.2 / LOOK_SHARE), (5.0, LOOK_MOST_S)]
+)
+def test_slurm_is_asked_as_often_as_it_answers_fast(took_s: float, every_s: float) -> None:
     watched = Watched()
     t = watched.story.t
     nodes = tuple(watched.story.state.nodes)
     assert watched.machine.on_time(t) == [LookAtNodes(nodes)]
-    assert watched.machine.on_time(t + LOOK_EVERY_S) == [], "it has not answered"
-    watched.seen()
-    assert watched.machine.on_time(t + LOOK_EVERY_S - 1.0) == []
-    assert watched.machine.on_time(t + LOOK_EVERY_S) == [LookAtNodes(nodes)]
+    assert watched.machine.on_time(t + 2 * LOOK_MOST_S) == [], "it has not answered"
+    watched.machine.on_nodes_seen({}, t + took_s)
+    assert watched.machine.on_time(t + every_s - 1.0) == []
+    assert watched.machine.on_time(t + every_s + 0.01) == [LookAtNodes(nodes)]
+
+
+def test_a_slurmctld_that_is_away_is_asked_seldom() -> None:
+    watched = Watched()
+    t = watched.story.t
+    watched.machine.on_time(t)
+    watched.machine.on_nodes_seen(None, t + 0.05)
+    assert watched.machine.on_time(t + LOOK_MOST_S - 1.0) == []
+    assert watched.machine.on_time(t + LOOK_MOST_S) != []
 
 
 def test_the_ranks_of_a_drained_node_move_to_a_spare_and_slurm_gets_it_back() -> None:
@@ -97,6 +115,36 @@ def test_a_spare_that_is_drained_leaves_at_once_and_replaces_nobody() -> None:
     watched.asked(ask)
     assert state.nodes[spare].role is Role.FAILED
     assert watched.machine.moves(watched.story.t) == [], "there is no other one"
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+def test_nodes_that_are_drained_at_once_are_left_together_as_far_as_there_are_spares(spares: int) -> None:
+    watched = Watched(spares=spares)
+    state, t = watched.story.state, watched.story.t
+    both = dict.fromkeys(state.placement, WHY)
+    asks = watched.seen(**both)
+    for ask in asks:
+        save, _ = watched.machine.save_first(ask, t)
+        assert isinstance(save, Record)
+        watched.story.feed(save.event)
+    asks += watched.machine.moves(t)
+    assert len(asks) == spares
+    for ask in asks:
+        watched.asked(ask)
+    watched.story.stopped()
+    assert {*both} & {*state.placement} == {*both} - {ask.node for ask in asks}
+    assert watched.story.incident.action == "swap"
+    assert len(state.incidents) == 1
+
+
+def test_all_nodes_leave_that_a_user_removes_one_after_the_other() -> None:
+    watched = Watched(spares=2)
+    both = watched.story.state.placement
+    for node in both:
+        watched.story.asked("drain", node)
+    watched.story.stopped()
+    assert not {*both} & {*watched.story.state.placement}
+    assert all(watched.story.state.nodes[node].drained for node in both)
 
 
 @pytest.mark.parametrize("why", ["", WHY], ids=["by-a-user", "by-an-administrator"])

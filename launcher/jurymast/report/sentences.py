@@ -9,9 +9,9 @@ from jurymast.core.judges.attribution import describe_exit
 from jurymast.core.state.findings import APPLICATION, SYMPATHETIC
 from jurymast.core.state.images import LIVE, MEMORY
 from jurymast.core.state.incident import because
-from jurymast.core.state.texts import request
+from jurymast.core.state.texts import request, reservation
 from jurymast.journal import single
-from jurymast.report.text import amounts, count, duration, one_line, size, some
+from jurymast.report.text import amounts, begins, count, duration, one_line, size, some
 
 Entry = Mapping[str, Any]
 
@@ -233,6 +233,14 @@ def _node_draining(e: Entry) -> str:
     return f"an administrator drains node {e['node']}: {e['why']}"
 
 
+def _reservation_ahead(e: Entry) -> str:
+    what, nodes = reservation(e["name"], maintenance=e.get("maintenance", False)), list(e["nodes"])
+    if not nodes:
+        return f"{what} begins on no node of the run any more"
+    told = begins(what, nodes, e["starts_at"], e["t"])
+    return f"{told}: ranks leave what they can" if e.get("near") else told
+
+
 def _refill_expected(e: Entry) -> str:
     starts_at = e.get("starts_at")
     when = f", expected to start in {max(0.0, starts_at - e['t']):.0f} s" if starts_at is not None else ""
@@ -251,6 +259,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "SupervisorStarted": lambda e: f"supervisor {e['epoch']} runs on {e['node']}",
     "NodeJoined": _node_joined,
     "NodeDraining": _node_draining,
+    "ReservationAhead": _reservation_ahead,
     "NodeReady": lambda e: f"node {e['node']} is ready",
     "NodeLost": _node_lost,
     "WorkersStarted": lambda e: f"attempt {e['attempt']}: {count(len(e['pids']), 'rank')} up on {e['node']}",

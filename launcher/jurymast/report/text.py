@@ -44,6 +44,14 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
+def begins(what: str, nodes: Sequence[str], starts_at: float, now: float) -> str:
+    """Render when `what` begins on nodes, or since when it has begun."""
+    left_s, at = starts_at - now, clock(starts_at)
+    if left_s < 0.0:
+        return f"{what} has begun on {some(nodes)} at {at}, {duration(-left_s)} ago"
+    return f"{what} begins on {some(nodes)} at {at}, in {duration(left_s)}"
+
+
 def minutes(value: float) -> str:
     """Render minutes: 6.2 min below two hours, else hours or days."""
     if value < 1.0:

@@ -15,6 +15,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Instruction
 from jurymast.core.state.images import StateId
 from jurymast.core.state.run import RunState
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.refilling import SmallJob
 
 T = TypeVar("T")
@@ -134,6 +135,9 @@ class Io(Protocol):
 
     async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
         """Return which of these nodes are being drained, and why. Raises ClusterUnavailableError."""
+
+    async def reservations(self, nodes: Sequence[str]) -> list[Reservation]:
+        """Return those of others that have these nodes, or will. Raises ClusterUnavailableError."""
 
     def refuse_more(self) -> None:
         """Accept no more connections."""

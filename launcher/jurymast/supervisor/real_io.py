@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jurymast
 from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster import control, refill
+from jurymast.cluster import control, refill, reservations
 from jurymast.cluster.allocation import Allocation, announced_by
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import Ending, ended_as, kill_wait_s
@@ -35,6 +35,7 @@ from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import read_said
 from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.refilling import SmallJob
 from jurymast.journal import JournalWriter, first_events
 from jurymast.reading import patiently
@@ -226,6 +227,9 @@ class RealIo:
 
     async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
         return await asyncio.to_thread(control.draining, nodes)
+
+    async def reservations(self, nodes: Sequence[str]) -> list[Reservation]:
+        return await asyncio.to_thread(reservations.of_others, self._allocation, nodes)
 
     def refuse_more(self) -> None:
         if self._accepting is not None:

@@ -251,6 +251,8 @@ class Supervisor:
                 self._spawn(self._look_at_small_jobs())
             case do.LookAtNodes():
                 self._spawn(self._look_at_nodes(effect))
+            case do.LookAtReservations():
+                self._spawn(self._look_at_reservations(effect))
             case do.EndSmallJob():
                 self._spawn(self._end_small_job(effect.job))
             case do.WhyEnding():
@@ -365,6 +367,14 @@ class Supervisor:
         except ClusterUnavailableError as error:
             log.warning("nodes: %s", error)
         self._do(self.machine.on_nodes_seen(draining, self.now()))
+
+    async def _look_at_reservations(self, effect: do.LookAtReservations) -> None:
+        found = None
+        try:
+            found = await self._io.reservations(effect.nodes)
+        except ClusterUnavailableError as error:
+            log.warning("reservations: %s", error)
+        self._do(self.machine.on_reservations_seen(found, self.now()))
 
     async def _end_small_job(self, job: str) -> None:
         try:

@@ -33,7 +33,7 @@ from jurymast.core.judges.blame import ACTING_KINDS, OOM_KILL, SHM_FULL, acts, d
 from jurymast.core.state import findings, incident
 from jurymast.core.state.events import NodeLost, RanksHung, StacksTaken, WorkerFailed
 from jurymast.core.state.findings import Finding, Verdict
-from jurymast.core.state.incident import APPLICATION, CAUSES
+from jurymast.core.state.incident import AHEAD, APPLICATION, CAUSES
 from jurymast.core.state.run import EndOrder, Findings
 from jurymast.core.state.signatures import ErrorSignature, Signature, error_signature
 from jurymast.core.state.texts import NODES_TOLD, count, request, some
@@ -195,7 +195,8 @@ def attribute(found: Findings, around: Surroundings | None = None) -> Cause:
         return lost_cause(found.lost, around)
     if found.asked is not None:
         told = f"{request(found.asked.what, found.asked.node)} requested by {found.asked.by}"
-        return cause_of(f"{found.asked.what}_asked", told, found.asked.node)
+        kind = AHEAD if found.asked.reserved else f"{found.asked.what}_asked"
+        return cause_of(kind, told, found.asked.node)
     classed = [(_class_of(failure, around), failure) for failure in found.failures.values()]
     if around.leaving and not _program_failed_before(classed, around.leaving):
         return _found_cause(around.leaving)

@@ -14,7 +14,15 @@ from jurymast.core.run import refill, size, sparing
 from jurymast.core.run.decision import Decision
 from jurymast.core.state.failure_rate import INFRASTRUCTURE
 from jurymast.core.state.findings import Verdict
-from jurymast.core.state.incident import APPLICATION, CHOSEN, FROM_FINDINGS, NOBODY, ORDERED, PREEMPTION
+from jurymast.core.state.incident import (
+    AHEAD,
+    APPLICATION,
+    CHOSEN,
+    FROM_FINDINGS,
+    NOBODY,
+    ORDERED,
+    PREEMPTION,
+)
 from jurymast.core.state.run import Blame, Node, Role, RunState
 from jurymast.core.state.texts import NODES_TOLD, count, some
 from jurymast.errors import RunFailedError
@@ -37,6 +45,8 @@ def _decide(state: RunState, cause: Cause) -> Decision:
         return Decision("stop", hopeless)
     if cause.kind == "requeue_asked" and state.requeue_allowed:
         return Decision("requeue", "it has all its time again then")
+    if cause.kind == AHEAD and not cause.node and state.requeue_allowed:
+        return Decision("requeue", "no node of it is outside")
     bad, why = _bad_nodes(state, cause)
     wait_s = _pause_s(len(loops.fruitless(state)), BACKOFF_FIRST_S, BACKOFF_MAX_S)
     spares = [node.name for node in state.spare_nodes() if node.name not in bad]
@@ -147,6 +157,10 @@ def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
     return ""
 
 
+def _left(state: RunState, cause: Cause) -> tuple[str, ...]:
+    return tuple(name for name in state.placement if name == cause.node or name in state.findings.leave)
+
+
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     """The placed nodes that have to leave, and why (or why none has)."""
     here = (Role.ACTIVE, Role.SPARE)  # or its torchrun host died, and another is ready by now
@@ -157,7 +171,9 @@ def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:
     if gone:
         return gone, "replaced"
     if cause.kind == "drain_asked":
-        return tuple(n for n in state.placement if n == cause.node), "removed by hand"
+        return _left(state, cause), "removed by hand"
+    if cause.kind == AHEAD:
+        return _left(state, cause), "left before others need it"
     if cause.kind == "grow_asked":
         return (), "the state of this step is brought to all ranks"
     if cause.kind == "straggler":

@@ -30,7 +30,7 @@ from jurymast.core.state.run import (
     RunState,
     TierState,
 )
-from jurymast.core.state.texts import NODES_TOLD, some
+from jurymast.core.state.texts import NODES_TOLD, reservation, some
 from jurymast.errors import RunCancelledError, RunFailedError
 
 # A silence that comes back without a new step before it may be no hang: it has twice the time, until there is
@@ -116,7 +116,8 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     ends.count_exposure(state, event.t)
     state.end_order = None
     if state.ended:  # requeued all the same: none of the nodes that there were is to come back
-        state.allocation, state.nodes, state.to_remove = allocation, {}, {}
+        state.allocation, state.nodes = allocation, {}
+        state.to_remove, state.reservations = {}, {}
         return instructions
     state.allocation = allocation
     if event.slurm_job not in state.slurm_jobs:
@@ -127,7 +128,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
     }
     state.host, state.allocated_at = event.host, min(event.t, event.began_at or event.t)
     state.refills, state.refill_failures, state.refill_failed_at = {}, 0, 0.0
-    state.to_remove = {}
+    state.to_remove, state.reservations = {}, {}
     recovery.serve_again(state, event.nodes)
     if state.failures is None:
         state.began_at = event.t
@@ -304,6 +305,8 @@ def _asked(state: RunState, event: ev.Asked) -> list[Instruction]:
     if state.phase not in WITH_RANKS:
         return []
     state.findings.asked = event
+    if event.what == "drain":
+        state.findings.leave.add(event.node)
     return recovery.begin(state, event.t, event.t)
 
 
@@ -578,6 +581,17 @@ def _node_draining(state: RunState, event: ev.NodeDraining) -> None:
         node.draining = event.why
 
 
+def _reservation_ahead(state: RunState, event: ev.ReservationAhead) -> None:
+    if event.nodes:
+        state.reservations[event.name] = event
+    else:
+        state.reservations.pop(event.name, None)
+    near = [one for one in state.reservations.values() if one.near]
+    titles = {node: reservation(one.name, maintenance=one.maintenance) for one in near for node in one.nodes}
+    for name, node in state.nodes.items():
+        node.reserved = titles.get(name, "")
+
+
 def _noted(state: RunState, event: ev.Noted) -> None:
     where = f"{event.node}: " if event.node else ""
     state.notes.append((event.t, f"{where}{event.message}"))
@@ -660,6 +674,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.StacksTaken: _stacks_taken,
     ev.RanksEnded: _ranks_ended,
     ev.NodeDraining: _node_draining,
+    ev.ReservationAhead: _reservation_ahead,
     ev.Noted: _noted,
     ev.Tick: _tick,
 }

@@ -27,6 +27,7 @@ from jurymast.core.state.events import WorkerFailed
 from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
 from jurymast.core.state.findings import STORAGE, Finding
 from jurymast.core.state.incident import (
+    AHEAD,
     Incident,
     because,
 )
@@ -298,15 +299,15 @@ def _alert_on(state: RunState, cause: Cause) -> list[Instruction]:
 def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instruction]:
     instructions: list[Instruction] = []
     lost = {loss.node for loss in state.findings.lost}
-    incident, asked = state.incidents[-1], state.findings.asked
+    incident, asked, left = state.incidents[-1], state.findings.asked, {*state.findings.leave}
     state.findings = tasks.remembered(state, {*decision.bad, *lost})
-    drained = cause.node if cause.kind == "drain_asked" else ""
+    drained = {cause.node, *left} if cause.kind in ("drain_asked", AHEAD) else left
     instructions += _take_out(state, decision.bad, decision.blames, drained)
     state.kept, state.spare = dict(decision.kept), decision.spare
     if decision.action == "stop":
         return instructions + finish(state, "failed", ladder.job_exit_code(cause), incident.reason)
     if decision.action == "requeue":
-        state.ordered_restarts += cause.kind == "requeue_asked"
+        state.ordered_restarts += cause.kind in ("requeue_asked", AHEAD)
         state.timeouts += asked is not None and asked.timeout
         return instructions + _requeue(state, incident.reason)
     state.phase, state.deadline = Phase.WAITING, None
@@ -315,7 +316,7 @@ def _carry_out(state: RunState, cause: Cause, decision: Decision) -> list[Instru
 
 
 def _take_out(
-    state: RunState, bad: Collection[str], blames: Collection[Blame], drained: str = ""
+    state: RunState, bad: Collection[str], blames: Collection[Blame], drained: Collection[str] = ()
 ) -> list[Instruction]:
     """Nodes leave the placement: for a finding (`blames`), by hand, or as suspects."""
     instructions: list[Instruction] = []
@@ -328,7 +329,8 @@ def _take_out(
         node = state.nodes[name]
         if name not in blamed and node.role is not Role.FAILED:
             # Others may lack no more than a torchrun host.
-            node.drained = name == drained
+            node.drained = name in drained
+            node.faultless = node.faultless or (node.drained and bool(node.reserved))
             node.become(Role.FAILED if node.drained else Role.SUSPECT, reason, state.now)
             instructions.append(Dismiss(node=name, reason=reason))
     return instructions

@@ -79,7 +79,7 @@ def lacking(state: RunState) -> int:
 
 
 def _stays(node: Node) -> bool:
-    return (node.role is not Role.FAILED or node.may_return) and not node.draining
+    return (node.role is not Role.FAILED or node.may_return) and not node.going
 
 
 def coming(state: RunState) -> list[Refill]:

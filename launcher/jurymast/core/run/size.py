@@ -45,7 +45,7 @@ def growers(state: RunState, spares: Sequence[Node], open_places: int = 0) -> li
 def _is_fit(state: RunState, node: Node) -> bool:
     """Whether others would not soon take its place: a node that has proved itself. One that was lost and came
     back has, where no tests are made, when it has stayed a while."""
-    if not node.ready or node.draining or node.marked or node.tested == Verdict.SUSPECT.value:
+    if not node.ready or node.going or node.marked or node.tested == Verdict.SUSPECT.value:
         return False
     if node.role is Role.SPARE:
         return True

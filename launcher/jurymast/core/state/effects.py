@@ -143,6 +143,13 @@ class LookAtNodes(msgspec.Struct, frozen=True):
     nodes: tuple[str, ...]
 
 
+class LookAtReservations(msgspec.Struct, frozen=True):
+    """Ask Slurm which reservations others have of these nodes, or are to have. Answered by
+    `on_reservations_seen`."""
+
+    nodes: tuple[str, ...]
+
+
 class SaveFirst(msgspec.Struct, frozen=True):
     """Have all ranks save for what `why` says, and then record `then`: of several with the same `why` the
     newest. Used within `core.supervision` only."""
@@ -198,6 +205,6 @@ class GiveWay(msgspec.Struct, frozen=True):
 
 Effect = (
     Send | Record | Answer | Disconnect | Pulse | GiveBack | AskForNode | LookAtSmallJobs | EndSmallJob
-    | LookAtNodes | SaveFirst | Journal | Fence | WhyEnding | AskTimeLimit | LookAtStorage | AskSuperseded
-    | End | GiveWay
+    | LookAtNodes | LookAtReservations | SaveFirst | Journal | Fence | WhyEnding | AskTimeLimit
+    | LookAtStorage | AskSuperseded | End | GiveWay
 )  # fmt: skip

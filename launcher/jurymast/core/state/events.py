@@ -399,13 +399,14 @@ class Asked(Event, frozen=True, kw_only=True):
     the supervisor itself did: a relaunch, which is a restart that nobody ordered, a requeue, or to grow: to
     go on with nodes that were lacking. Or Slurm has ended the step of all agents, but not the job, which is a
     cancel by whoever had it do so. A save with a `node` comes before that node is removed. `timeout`: a
-    requeue is for the time limit. `grace_s`: so long the ranks have to keep what they have to, if that is
-    more than the policy's."""
+    requeue is for the time limit. `reserved`: it is because a reservation is about to begin. `grace_s`: so
+    long the ranks have to keep what they have to, if that is more than the policy's."""
 
     what: str
     by: str
     node: str = ""
     timeout: bool = False
+    reserved: bool = False
     grace_s: float = 0.0
 
 
@@ -513,6 +514,17 @@ class NodeDraining(Event, frozen=True, kw_only=True):
 
     node: str
     why: str
+
+
+class ReservationAhead(Event, frozen=True, kw_only=True):
+    """A reservation of Slurm's, for `maintenance` or for others, begins on these `nodes` of the run at
+    `starts_at`; none: on none any more. `near`: from now on the run leaves them, as far as it can."""
+
+    name: str
+    nodes: tuple[str, ...]
+    starts_at: float
+    maintenance: bool = False
+    near: bool = False
 
 
 class Noted(Event, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ INFRASTRUCTURE = "infrastructure"
 APPLICATION = "application"
 PREEMPTION = "preemption"
 NOBODY = "nobody"  # somebody chose it, or nothing shows whose fault it is
+AHEAD = "reservation_ahead"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ _CLASSES = (
     CauseClass("grow_asked", NOBODY, "nodes were there again for a run that went on with fewer", "nothing"),
     CauseClass("restart_asked", NOBODY, "a user requested a restart", ""),
     CauseClass("drain_asked", NOBODY, "a user removed a node", ""),
+    CauseClass(AHEAD, NOBODY, "a reservation was about to begin, and the ranks left its nodes",
+               "nothing"),
     CauseClass("requeue_asked", NOBODY, "the job begins anew: before its time limit, or as a user asked", ""),
     CauseClass("rollback_asked", NOBODY, "a user rolled back to an older checkpoint", ""),
 )  # fmt: skip

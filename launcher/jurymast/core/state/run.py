@@ -78,6 +78,7 @@ class Node:
     store_port: int = 0
     drained: bool = False  # by hand: it stays out
     draining: str = ""  # why an administrator drains it, which waits for the run's job; "": nobody does
+    reserved: str = ""  # the reservation of others' that soon begins on it; "": none
     bad: bool = False  # a finding took it out: it stays out while the finding holds
     returned: bool = False  # Slurm has it again: the small job that brought it is over
     faultless: bool = False  # lost with many others, or as somebody ordered: it is not excluded
@@ -110,6 +111,11 @@ class Node:
         return any(one.verdict in (Verdict.BAD, Verdict.SUSPECT) for one in found)
 
     @property
+    def going(self) -> bool:
+        """Whether it is soon to be used for something else, and replaces no other one."""
+        return bool(self.draining or self.reserved)
+
+    @property
     def usable(self) -> bool:
         return self.ready and self.heard and self.role in (Role.SPARE, Role.SUSPECT)
 
@@ -137,6 +143,7 @@ class Findings:
     failures: dict[tuple[str, int, str], ev.WorkerFailed] = field(default_factory=dict)
     hung: ev.RanksHung | None = None
     asked: ev.Asked | None = None
+    leave: set[str] = field(default_factory=set)  # nodes that were asked to leave, maybe more than one
     health: dict[str, Finding] = field(default_factory=dict)
     straggling: ev.Straggling | None = None
     stacks: list[ev.StacksTaken] = field(default_factory=list)
@@ -328,6 +335,8 @@ class RunState:
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
     to_remove: dict[str, str] = field(default_factory=dict)  # nodes, once ranks have saved: who requested it
+    # By name: those that begin while the run has nodes in them.
+    reservations: dict[str, ev.ReservationAhead] = field(default_factory=dict)
 
     findings: Findings = field(default_factory=Findings)
     incidents: list[Incident] = field(default_factory=list)
@@ -446,17 +455,15 @@ class RunState:
         return self.placement[place] if 0 <= place < len(self.placement) else ""
 
     def spare_nodes(self) -> list[Node]:
-        """Return usable spares, best first. Suspects, nodes with findings and those that are drained come
-        last, before them slow nodes, then those that are likely to fail, then the node of the batch script;
-        otherwise in the order of the allocation. A slow node costs the run speed all the time, a failing one
-        some minutes each time."""
+        """Return usable spares, best first. Suspects, nodes with findings and those that are drained or
+        reserved come last, before them slow nodes, then those that are likely to fail, then the node of the
+        batch script; otherwise in the order of the allocation. A slow node costs the run speed all the time,
+        a failing one some minutes each time."""
         usable = [node for node in self.nodes.values() if node.usable]
 
         def rank(n: Node) -> tuple[bool, float, float, bool, int]:
             return (
-                n.role is Role.SUSPECT
-                or bool(n.draining)
-                or (n.marked and self.settings.bad_nodes != "report"),
+                n.role is Role.SUSPECT or n.going or (n.marked and self.settings.bad_nodes != "report"),
                 n.slowness if n.slowness > MATTERS else 0.0,
                 self.expected_times(n),
                 n.name == self.host,

@@ -97,6 +97,11 @@ def request(what: str, node: str = "") -> str:
     return f"{named} of node {node}" if node else named
 
 
+def reservation(name: str, *, maintenance: bool) -> str:
+    """Describe a reservation of Slurm's, like "maintenance july" or "reservation exam"."""
+    return f"{'maintenance' if maintenance else 'reservation'} {name}"
+
+
 def seconds_in(text: str) -> float | None:
     """Parse a duration as people write it (0.5s, 10m, 1h30m, 90 min, 2d) into seconds; None for anything
     else."""

@@ -31,7 +31,6 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.effects import (
-    AskTimeLimit,
     Dismiss,
     Effect,
     Fence,
@@ -53,10 +52,11 @@ from jurymast.core.state.images import SHARED, StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision import joining, renewal
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.departure import Departure
+from jurymast.core.supervision.foreseen import LAST, WARNING, Foreseen
 from jurymast.core.supervision.growing import Growing
 from jurymast.core.supervision.launching import Launching
-from jurymast.core.supervision.limit import TimeLimit
 from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
@@ -64,14 +64,8 @@ from jurymast.errors import never
 REPORTS_KEPT = 1000  # repeated reports of what all ranks did: as many as an agent may keep
 # While a run has no trouble, each tick only looks for silence; the rest is done once in this many ticks.
 STEADY_LOOKS = 3
-# What follows a save waits for it this long at least, in seconds, and as many steps as ranks may need to
-# agree on one of them.
-SAVE_LIMIT_S, SAVE_LIMIT_STEPS = 60.0, 6
 REQUESTS = {"cancel", "restart", "drain", "rollback", "save", ev.STEP_ENDED, *renewal.REQUESTS}
 LOCAL_JOB = "local-"  # how the allocation of a run without Slurm begins
-# Who requests the last save before the job's end, which is then written to storage at once.
-WARNING, TIME_LIMIT = "Slurm's warning", "the job's time limit"
-ANEW = "the job's time limit, before it is requeued"
 ON_STORAGE = "a user while no supervisor was reachable"
 STILL_RUNNING = "running"  # Slurm's answer when a job does not end at all
 # Why Slurm ends a job. Of any other answer it is not known whether the job ends.
@@ -102,8 +96,7 @@ class Supervision:
         self.checkpoints = Checkpoints(state, self.agreement.next_save)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
-        self.limit = TimeLimit(state.signal_s, state.keeps_s)
-        self._renewal = renewal.Renewal(state, self.limit)
+        self.foreseen = Foreseen(state, self.agreement, self.checkpoints)
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)
@@ -205,7 +198,8 @@ class Supervision:
                 case SaveFirst():
                     is_new = effect.why not in self._after_saves
                     self._after_saves[effect.why] = effect.then
-                    if is_new and not self.agreement.save_to_move(effect.why, self._save_limit_s, now):
+                    limit_s = self.foreseen.save_limit_s
+                    if is_new and not self.agreement.save_to_move(effect.why, limit_s, now):
                         out += self._saved_first(effect.why, False, now)
                 case _:
                     out.append(effect)
@@ -218,14 +212,10 @@ class Supervision:
         self.agreement.on_event(save)
         return []
 
-    @property
-    def _save_limit_s(self) -> float:
-        return SAVE_LIMIT_S + SAVE_LIMIT_STEPS * self.state.step_s + sum(self.state.stalls)
-
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
         """The requested save is complete, or was not possible in time."""
-        if why in (WARNING, TIME_LIMIT):
-            return self._hasten(now)
+        if why in LAST:
+            return self._do(self.foreseen.hasten(now), now)
         event, out = self._after_saves.pop(why), list[Effect]()
         if isinstance(event, ev.Asked) and event.what == ev.GROW and not in_time:
             return out  # steps would be lost; it is tried again
@@ -314,7 +304,7 @@ class Supervision:
         if next(self._ticks) % STEADY_LOOKS and self.steady:
             return out
         out += self._tell_progress(now)
-        out += self._look_at_limit(now)
+        out += self._look_ahead(now)
         out += self._do(self.checkpoints.on_time(now), now)
         out += self._do(self.agreement.on_time(now, copying=self.checkpoints.writes.any_under_way), now)
         for by, in_time in self.agreement.saved_first(now):
@@ -524,6 +514,9 @@ class Supervision:
     def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
         return self._do(self._withdrawals.on_nodes_seen(draining, now), now)
 
+    def on_reservations_seen(self, found: Sequence[Reservation] | None, now: float) -> list[Effect]:
+        return self._do(self.foreseen.ahead.on_reservations_seen(found, now), now)
+
     def on_superseded(self, by_another: bool, now: float, disk: Disk = UNASKED) -> list[Effect]:
         return self._do(self.departure.on_superseded(by_another, now, unwritten=disk.unwritten), now)
 
@@ -567,11 +560,11 @@ class Supervision:
             return f"the run is {self.state.public_state} and does no steps now"
         if what == "save" and not self.agreement.ask(ask.by):
             return "its ranks have no Checkpointer, or have not finished a step with it yet"
-        return self._renewal.refusal() if what in renewal.REQUESTS else self.departure.refusal(what)
+        return self.foreseen.renewal.refusal() if what in renewal.REQUESTS else self.departure.refusal(what)
 
     def _obey(self, ask: msg.Ask, now: float) -> list[Effect]:
         if ask.what in renewal.REQUESTS:
-            return self.record(self._renewal.requested(ask.what, ask.by, now))
+            return self.record(self.foreseen.renewal.requested(ask.what, ask.by, now))
         if ask.what == "drain" and ask.node in self.state.places:
             return self._do(self._withdrawals.save_first(ask, now), now)
         event = ev.Asked(t=now, what=ask.what, by=ask.by, node=ask.node)
@@ -583,53 +576,33 @@ class Supervision:
     def on_warning(self, now: float) -> list[Effect]:
         """Slurm warned (SIGUSR2) that a time limit or a preemption is near: what is done is saved, and
         written to storage at once."""
-        self.limit.warned(now)
-        return self.record(ev.Signalled(t=now, signal="SIGUSR2")) + self._save_last(WARNING, now)
+        self.foreseen.limit.warned(now)
+        warned = self.record(ev.Signalled(t=now, signal="SIGUSR2"))
+        return warned + self._do(self.foreseen.save(WARNING, now), now)
 
     def on_time_limit(self, ends_in_s: float | None, now: float) -> list[Effect]:
         """Slurm ends the job in so many seconds; infinity: never; None: it did not say."""
-        self.limit.answered(ends_in_s, now)
+        self.foreseen.limit.answered(ends_in_s, now)
         return []
 
-    def _look_at_limit(self, now: float) -> list[Effect]:
-        """Warn of the time limit, wherever it is by now, as long before as the last checkpoint takes. Slurm's
-        own warning does not know how long that is, and the job may have none."""
-        out: list[Effect] = []
-        if now >= self.limit.ask_at and not self.state.allocation.startswith(LOCAL_JOB):
-            self.limit.asked(now)
-            out.append(AskTimeLimit())
-        if not (self.limit.unwarned or self._renewal.is_wanted):
-            return out
-        write_s = self.checkpoints.write_s(now)
-        if self._renewal.is_due(write_s, now):
-            return out + self._begin_anew(now)
-        if not self.limit.is_near(write_s, self._save_limit_s, now):
-            return out
-        self.limit.begun()
-        text = (
-            f"the job reaches its time limit in {self.limit.ends_at - now:.0f} s, and a write to shared "
-            f"storage takes {write_s:.0f} s: the newest step is saved and written now"
-        )
-        return [*out, *self.note("", text, now), *self._save_last(TIME_LIMIT, now)]
-
-    def _begin_anew(self, now: float) -> list[Effect]:
-        """Requeue the job after a save, if the ranks are quick to agree on one."""
-        if ANEW in self._after_saves:
+    def _look_ahead(self, now: float) -> list[Effect]:
+        """See to the job's time limit, and to reservations that are about to begin."""
+        if self.state.allocation.startswith(LOCAL_JOB):
             return []
-        left_s = self._renewal.left_s
-        event = self._renewal.order(TIME_LIMIT, left_s, now, timeout=True)
-        if not self.agreement.save_to_move(ANEW, left_s / 3.0, now):
-            return self.record(event)
-        self._after_saves[ANEW] = event
-        return self.record(ev.Asked(t=now, what="save", by=ANEW))
+        out = self._do(self.foreseen.ask(now), now)
+        if (order := self.foreseen.anew(now)) is not None:
+            return out + self._begin_anew(order, now)
+        return out + self._do(self.foreseen.last_saves(now), now)
 
-    def _save_last(self, by: str, now: float) -> list[Effect]:
-        if not self.agreement.save_first(by, self._save_limit_s, now):
-            return self._hasten(now)
+    def _begin_anew(self, order: ev.Asked, now: float) -> list[Effect]:
+        """Requeue the job after a save, if the ranks are quick to agree on one."""
+        by = f"{order.by}, before the job is requeued"
+        if by in self._after_saves:
+            return []
+        if not self.agreement.save_to_move(by, self.foreseen.anew_within_s(order), now):
+            return self.record(order)
+        self._after_saves[by] = order
         return self.record(ev.Asked(t=now, what="save", by=by))
-
-    def _hasten(self, now: float) -> list[Effect]:
-        return self._do(self.checkpoints.hasten(now, self.limit.hurried_until), now)
 
     def on_sigterm(self, now: float) -> list[Effect]:
         """Slurm ends the job, or hurries that, or somebody else has sent the SIGTERM. Slurm is asked, as the

@@ -38,11 +38,21 @@ class Renewal:
         """Whether the job is requeued now: not if this life of it has done no new step, so that no run goes
         on for ever without getting anywhere. Functions do no steps, and are counted."""
         state = self._state
+        keeps = self.keeps and state.phase is Phase.RUNNING and self._allowed
+        wanted = keeps or self.may_begin_anew
+        return wanted and self._limit.is_up(state.allocated_at, write_s, now)
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether the policy has the job requeued now, if it would end otherwise."""
+        state = self._state
         steady = state.phase is Phase.RUNNING and state.incident is None
         got_on = steady and state.first_step_at is not None and state.without_progress == 0
-        wanted = (state.settings.renews and got_on) or (self.keeps and state.phase is Phase.RUNNING)
-        allowed = state.requeue_allowed and state.end_order is None
-        return wanted and allowed and self._limit.is_up(state.allocated_at, write_s, now)
+        return state.settings.renews and got_on and self._allowed
+
+    @property
+    def _allowed(self) -> bool:
+        return self._state.requeue_allowed and self._state.end_order is None
 
     def order(self, by: str, left_s: float, now: float, *, timeout: bool) -> ev.Asked:
         """The order to requeue the job within `left_s`."""

@@ -1,9 +1,9 @@
 """Nodes that are to leave although nothing failed.
 
 An administrator may drain a node while the run has it: Slurm gives it no other job, and the administrator
-waits for this one. Its ranks save and move to a spare as soon as one is ready, and Slurm gets the node back.
-Nothing waits for that, and without a spare the ranks stay. Or a user requests that a node leaves: its ranks
-save, and it is removed in any case.
+waits for this one. Or a reservation is about to begin on it. Its ranks save and move to a spare as soon as
+one is ready, and Slurm gets the node back. Nothing waits for that, and without a spare the ranks stay. Or a
+user requests that a node leaves: its ranks save, and it is removed in any case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, LookAtNodes, Record, SaveFirst
 from jurymast.core.state.run import Node, Phase, Role, RunState
 
-LOOK_EVERY_S = 30.0
+# Slurm tells no user when a node is drained. It is asked as often as costs it little: to send what it knows
+# of all its nodes takes most of the time until it answers, so a large cluster is asked less often, and so is
+# a slurmctld that has much to do.
+LOOK_LEAST_S, LOOK_MOST_S, LOOK_SHARE = 10.0, 30.0, 0.01
 # After the ranks have moved: by then they have saved, and nobody needs what the node holds.
 BACK_AFTER_S = 60.0
 
@@ -36,14 +39,16 @@ class Withdrawals:
         state = self._state
         if self._looking or now < self._look_at or state.phase is not Phase.RUNNING:
             return []
-        self._look_at, self._looking = now + LOOK_EVERY_S, True
+        self._look_at, self._looking = now + LOOK_MOST_S, True
         return [LookAtNodes(tuple(state.nodes))]
 
     def on_nodes_seen(self, draining: Mapping[str, str] | None, now: float) -> list[Effect]:
         """Take in which nodes are being drained, with the reasons; None: Slurm did not say."""
         self._looking = False
+        asked_at = self._look_at - LOOK_MOST_S
         if draining is None:
             return []
+        self._look_at = asked_at + min(LOOK_MOST_S, max(LOOK_LEAST_S, (now - asked_at) / LOOK_SHARE))
         self._any, out = bool(draining), list[Effect]()
         for name, node in self._state.nodes.items():
             why = draining.get(name, "")
@@ -55,7 +60,7 @@ class Withdrawals:
         """The ranks of this node save before it is removed."""
         self._asked.add(ask.node)
         save = ev.Asked(t=now, what="save", by=ask.by, node=ask.node)
-        drain = ev.Asked(t=now, what="drain", by=ask.by, node=ask.node)
+        drain = ev.Asked(t=now, what="drain", by=ask.by, node=ask.node, reserved=self._is_ahead(ask))
         return [Record(save), SaveFirst(f"{ask.by}, before {ask.node} is removed", drain)]
 
     def moves(self, now: float) -> list[msg.Ask]:
@@ -68,23 +73,41 @@ class Withdrawals:
         for name, by in state.to_remove.items():
             if name not in self._asked:  # an earlier supervisor was lost between the save and the removal
                 return self._take_out(state.nodes[name], by, now)
-        if not self._any or state.settings.bad_nodes == "report" or state.alone:
+        going = self._any or any(one.near for one in state.reservations.values())
+        if not going or state.settings.bad_nodes == "report" or state.alone:
             return []
-        for node in self._draining():
+        for node in self._going():
             if node.name in state.places and not self._has_spare():
                 continue
-            return self._take_out(node, f"Slurm's administrator ({node.draining})", now)
+            return self._take_out(node, _whose(node), now)
         return []
+
+    def _is_ahead(self, ask: msg.Ask) -> bool:
+        """Whether this was asked because of a reservation."""
+        node = self._state.nodes[ask.node]
+        return not node.draining and bool(node.reserved) and ask.by == _whose(node)
 
     def _take_out(self, node: Node, by: str, now: float) -> list[msg.Ask]:
         self._asked.add(node.name)
-        if node.draining:
+        if node.going:
             self._sick.give_back_later(node.name, now + BACK_AFTER_S)
         return [msg.Ask(what="drain", by=by, node=node.name)]
 
-    def _draining(self) -> list[Node]:
-        nodes = self._state.nodes.values()
-        return [n for n in nodes if n.draining and n.role is not Role.FAILED and n.name not in self._asked]
+    def _going(self) -> list[Node]:
+        """A spare that is reserved is better than none until then."""
+        state = self._state
+        left = (n for n in state.nodes.values() if n.role is not Role.FAILED and n.name not in self._asked)
+        return [n for n in left if n.draining or (n.reserved and n.name in state.places)]
 
     def _has_spare(self) -> bool:
-        return any(node.role is Role.SPARE and not node.draining for node in self._state.spare_nodes())
+        """Whether there is a spare besides those for ranks that save already, and then move together."""
+        state = self._state
+        spares = sum(node.role is Role.SPARE and not node.going for node in state.spare_nodes())
+        return spares > sum(name in state.places for name in state.to_remove)
+
+
+def _whose(node: Node) -> str:
+    """Who wants the node to leave."""
+    if node.draining:
+        return f"Slurm's administrator ({node.draining})"
+    return f"jurymast, as {node.reserved} is ahead"

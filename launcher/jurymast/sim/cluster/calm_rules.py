@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jurymast.core.state.incident import AHEAD
 from jurymast.core.state.run import Phase
 from jurymast.sim.cluster.health import SLOW
 
@@ -42,6 +43,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "breaks": (*_LEAVE, "hang", "script_fault"), "caught": (*_LEAVE, "hang"),
     "restart": ("restart_asked",), "rollback": ("rollback_asked",),
     "half told": ("restart_asked", *_OVER), "drained": ("drain_asked",), "admin drains": ("drain_asked",),
+    "reserved": (AHEAD,),
     "supervisor": _OVER, "corrupt": ("restore_failed",),
     "storage hangs": ("hang", "node_lost", "allocation_lost", *_STORAGE),
     "storage hangs here": ("node_lost", *_STORAGE), "stale handles": ("node_lost", *_STORAGE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jurymast.core.checkpoints.commit import Rollback
@@ -13,6 +13,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.settings import Budget, RunPlan, Settings
 from jurymast.core.supervision import batch
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.batch import SUPERSEDED
 from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster import caught, health
@@ -88,6 +89,7 @@ class Cluster:
         self.disk = RunDisk(self.storage, self.plan)
         self.oracle = Oracle(self)
         self.draining: dict[str, str] = {}  # nodes that an administrator drains, and why
+        self.reserved: dict[str, Reservation] = {}  # those that somebody makes, by name
         self.pool, self.without = Pool(self, wanted.pool or 0), set[str]()  # and nodes that Slurm has again
         self.step_s = chance.uniform(0.1, 0.4)
         self.allocated, self.ending, self.restarts = True, "", 0
@@ -317,6 +319,8 @@ class Cluster:
                 self._ask(msg.Ask(what="restart", by="you"))
             case "admin drains":
                 self._drain(site, until)
+            case "reserved":
+                self._reserve([site.name] if site is not other else [*self.sites], until)
             case "drained" | "restart" | "save" | "given up":
                 self._request(fault.kind, site)
             case "supervisor" | "stall" | "warning" | "signal" | "rollback":
@@ -361,6 +365,19 @@ class Cluster:
         self.oracle.touch(site.name, 1e9)
         self.draining[site.name] = "maintenance"
         self.world.at(until, None, self.draining.pop, site.name, None)
+
+    def _reserve(self, nodes: list[str], starts_at: float) -> None:
+        """Somebody reserves nodes from then on: Slurm lets a job that has them go on."""
+        now, name = self.world.now, f"r{len(self.reserved) + 1}"
+        self.reserved[name] = made = Reservation(name, tuple(nodes), starts_at, maintenance=True)
+        self.world.at(starts_at, None, self.oracle.begins, made, starts_at - now)
+
+    def reservations(self, nodes: Collection[str]) -> list[Reservation]:
+        return [
+            replace(one, nodes=mine)
+            for one in self.reserved.values()
+            if (mine := tuple(name for name in one.nodes if name in nodes))
+        ]
 
     def _isolate(self, site: SimSite, until: float) -> None:
         self.oracle.touch(site.name, until)

@@ -12,8 +12,9 @@ from jurymast.core.state import effects as do
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Requeue, StopWorkers
 from jurymast.core.state.images import MEMORY, StateId, age
-from jurymast.core.state.incident import INFRASTRUCTURE
+from jurymast.core.state.incident import AHEAD, INFRASTRUCTURE
 from jurymast.core.state.run import LEAVE_S, Phase
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.sim.cluster.account_rules import AccountRules, MissedRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
@@ -169,6 +170,11 @@ class Oracle:
 
     # ---- what a supervisor does
 
+    def begins(self, one: Reservation, known_s: float) -> None:
+        """A reservation begins, which Slurm has shown for so long."""
+        if self.supervisor is not None and self.supervisor.listens and not self._ending:
+            self.withdrawals.begins(self.supervisor, one, known_s, self._supervises_since)
+
     def supervises(self, supervisor: SimSupervisor) -> None:
         if self.supervisor is None or supervisor.epoch > self.supervisor.epoch:
             self.supervisor, self._supervises_since = supervisor, self.cluster.world.now
@@ -257,6 +263,11 @@ class Oracle:
                 self.tasks.succeeds()
             elif self._newest is None or not self._newest.has_ended or self._left_as_ordered(self._newest):
                 self.fail(AGREES, f"the run has succeeded in attempt {state.attempt}, which has not ended")
+            return
+        if isinstance(decided, Requeue) and state.incidents[-1].cause == AHEAD:
+            reserved = {name for one in self.cluster.reserved.values() for name in one.nodes}
+            if not (self.cluster.wanted.renews and {*state.nodes} <= reserved):
+                self.fail(AGREES, "the run is requeued for a reservation that leaves it nodes")
             return
         if isinstance(decided, Requeue) and state.incidents[-1].cause == "requeue_asked":
             near = self.cluster.ending or not math.isinf(self.cluster.ends_in_s or 0.0)

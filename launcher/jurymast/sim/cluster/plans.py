@@ -81,6 +81,7 @@ KINDS: dict[str, tuple[float, float]] = {
         0.0,
     ),  # the first node's ranks, or the last one's, do more than the others in all attempts
     "step ends": (0.0, 0.0),  # of all agents, by Slurm; the job goes on. Only where a plan asks for it
+    "reserved": (0.0, 90.0),  # the node, or if it is the `other` one all, after so long; only where asked for
 }
 # Kinds by which nodes are lost, some of which come back, and what may happen at the same time.
 LOSING = (

@@ -120,7 +120,7 @@ class RefillRules:
             name
             for name, node in state.nodes.items()
             if node.role is not Role.FAILED
-            and not node.draining
+            and not node.going
             and sites[name].agent is not None
             and supervisor.connected(name)
         ]

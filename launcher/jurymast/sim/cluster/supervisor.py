@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from jurymast.core.state.effects import Instruction
 from jurymast.core.state.images import StateId
 from jurymast.core.state.messages import Endpoint
 from jurymast.core.state.run import Phase, RunState
+from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.machine import Supervision
 from jurymast.core.supervision.refilling import SmallJob
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
@@ -312,6 +314,13 @@ class SimSupervisor(SimShell):
         await asyncio.sleep(ANSWER_S)
         self._ask_slurm()
         return {name: why for name, why in self.cluster.draining.items() if name in nodes}
+
+    async def reservations(self, nodes: Sequence[str]) -> list[Reservation]:
+        await asyncio.sleep(ANSWER_S)
+        self._ask_slurm()
+        to_ours = self.now - self.world.now
+        found = self.cluster.reservations(nodes)
+        return [replace(one, starts_at=one.starts_at + to_ours) for one in found]
 
     def _ask_slurm(self) -> None:
         if self.world.now < self.cluster.slurm_silent_until:
