@@ -79,7 +79,9 @@ def test_what_is_done_is_on_storage_before_the_maintenance_of_all_nodes_begins(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
     """Of itself the run would write to storage in ten hours."""
-    policy = policy_file(cluster, tmp_path, f"{SLOW_MAY_BE}\ncheckpoints: {{shared: {{every: 10h}}}}")
+    policy = policy_file(
+        cluster, tmp_path, f"{SLOW_MAY_BE}\ncheckpoint: {{tiers: {{shared: {{every: 10h}}}}}}"
+    )
     options = ("--nodes", "2", "--spares", "0", "--policy", policy)
     run = submit(cluster, tmp_path, *options, arguments=LONG)
     first = run.wait("the first write", lambda s: s.saved_on("shared") > 0).saved_on("shared")

@@ -54,7 +54,7 @@ from jurymast.core.state.run import Phase, RunState
 from jurymast.core.supervision import joining, renewal
 from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.departure import Departure
-from jurymast.core.supervision.foreseen import LAST, WARNING, Foreseen
+from jurymast.core.supervision.foreseen_ends import LAST, WARNING, ForeseenEnds
 from jurymast.core.supervision.growing import Growing
 from jurymast.core.supervision.launching import Launching
 from jurymast.core.supervision.refilling import Refilling, SmallJob
@@ -96,7 +96,7 @@ class Supervision:
         self.checkpoints = Checkpoints(state, self.agreement.next_save)
         self.launching = Launching(state, self.watch, self.checkpoints, directory)
         self.departure = Departure(state, self.watch, self.checkpoints)
-        self.foreseen = Foreseen(state, self.agreement, self.checkpoints)
+        self.foreseen = ForeseenEnds(state, self.agreement, self.checkpoints)
         self._directory = directory
         self._teller = Teller(state, self.watch.reports)
         self._hangs = Hangs(state, self.watch.reports)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jurymast.core.state.run import Phase, Role
-from jurymast.core.supervision.foreseen import SAVE_LIMIT_S
+from jurymast.core.supervision.foreseen_ends import SAVE_LIMIT_S
 from jurymast.core.supervision.withdrawals import LOOK_MOST_S
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ WARNING, TIME_LIMIT, RESERVATION = "Slurm's warning", "the job's time limit", "a
 LAST = frozenset({WARNING, TIME_LIMIT, RESERVATION})
 
 
-class Foreseen:
+class ForeseenEnds:
     """`now` is the supervisor's clock."""
 
     def __init__(self, state: RunState, agreement: Agreement, checkpoints: Checkpoints) -> None:
