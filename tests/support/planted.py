@@ -20,7 +20,6 @@ from jurymast.core.checkpoints.checkpoints import Checkpoints, FinalWrite
 from jurymast.core.checkpoints.copies import Reachability
 from jurymast.core.checkpoints.replicas import Replicas
 from jurymast.core.checkpoints.writes import OpenWrite, Writes
-from jurymast.core.goodput import StepCounts
 from jurymast.core.judges import attribution, blame, leaving, loops, silence
 from jurymast.core.judges import tests as node_tests
 from jurymast.core.judges.attribution import cause_of_end
@@ -667,10 +666,6 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
     "20: what is in memory is hardly ever written to storage": (
         of("snap"),
         [(Writes, "due_at", lambda *_: math.inf)],
-    ),
-    "21: steps that are done again count as new ones": (
-        of("rank"),
-        [(StepCounts, "again", property(lambda _: 0, lambda *_: None))],
     ),
     "21: what GPUs used until a supervisor took over counts again": (
         of("supervisor", "stall"),

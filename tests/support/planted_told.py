@@ -9,7 +9,7 @@ from typing import Any
 
 from jurymast.core.agent.succession import Succession
 from jurymast.core.checkpoints import replicas
-from jurymast.core.goodput import Interval, Ledger
+from jurymast.core.goodput import Interval, Ledger, StepCounts
 from jurymast.core.judges import explained
 from jurymast.core.run import ends, machine, recovery
 from jurymast.core.state import events as ev
@@ -112,5 +112,9 @@ PLANTED_TOLD: dict[str, Any] = {
     "61: whoever has an image copies it again": (random_plan, [(replicas, "missing_replicas", _all_again)]),
     "62: the word of a step's end is refused": (step_ends, [(Departure, "refusal", _refuses)]),
     "62: nobody waits for the word of a step's end": (step_ends, [(explained, "may_have_ended", _over)]),
+    "21: steps that are done again count as new ones": (
+        partial(random_plan, only=("rank",)),
+        [(StepCounts, "again", property(lambda _: 0, lambda *_: None))],
+    ),
     "21: what is booked goes back in time": (random_plan, [(Ledger, "_book", _back_in_time)]),
 }

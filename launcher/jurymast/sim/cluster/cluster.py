@@ -317,10 +317,8 @@ class Cluster:
                 told = 1 + fault.other % max(1, self.wanted.active - 1)
                 self._half_told = (msg.Stop if fault.node % 2 else msg.Launch), told
                 self._ask(msg.Ask(what="restart", by="you"))
-            case "admin drains":
-                self._drain(site, until)
-            case "reserved":
-                self._reserve([site.name] if site is not other else [*self.sites], until)
+            case "admin drains" | "reserved":
+                self._administer(fault.kind, site, other, until)
             case "drained" | "restart" | "save" | "given up":
                 self._request(fault.kind, site)
             case "supervisor" | "stall" | "warning" | "signal" | "rollback":
@@ -359,6 +357,12 @@ class Cluster:
             self.oracle.touch(site.name, 1e9)
         what = {"drained": "drain", "given up": "cancel"}.get(kind, kind)
         self._ask(msg.Ask(what=what, by="you", node=site.name if kind == "drained" else ""))
+
+    def _administer(self, kind: str, site: SimSite, other: SimSite, until: float) -> None:
+        if kind == "reserved":
+            self._reserve([site.name] if site is not other else [*self.sites], until)
+        else:
+            self._drain(site, until)
 
     def _drain(self, site: SimSite, until: float) -> None:
         """An administrator drains the node in Slurm, for a while."""
