@@ -266,7 +266,8 @@ class Oracle:
             return
         if isinstance(decided, Requeue) and state.incidents[-1].cause == AHEAD:
             reserved = {name for one in self.cluster.reserved.values() for name in one.nodes}
-            if not (self.cluster.wanted.renews and {*state.nodes} <= reserved):
+            left = {*state.nodes} - reserved  # some may have come since that was decided
+            if not self.cluster.wanted.renews or len(left) >= self.cluster.wanted.active:
                 self.fail(AGREES, "the run is requeued for a reservation that leaves it nodes")
             return
         if isinstance(decided, Requeue) and state.incidents[-1].cause == "requeue_asked":
