@@ -16,25 +16,23 @@ from jurymast.core.judges.forecast import IDLE_SHARE, Saving
 from jurymast.core.run import refill, size
 from jurymast.core.run.ladder import without_spare
 from jurymast.core.run.recording import pause_s
-from jurymast.core.state.events import ReservationAhead
 from jurymast.core.state.failure_rate import LEVEL, failure_times
 from jurymast.core.state.images import MEMORY, PEER, SHARED
 from jurymast.core.state.incident import Incident, meaning
 from jurymast.core.state.run import Phase, Role, RunState, failure_rate
 from jurymast.core.state.schedule import NEVER, Schedule
 from jurymast.core.state.settings import RunPlan
-from jurymast.core.state.texts import reservation
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
 from jurymast.report.next_steps import INDENT, traceback_blocks, trouble_blocks
+from jurymast.report.reservations import foretold
 from jurymast.report.sentences import short_reason
 from jurymast.report.text import (
     STYLES,
     Block,
     Line,
     Table,
-    begins,
     count,
     duration,
     iso,
@@ -411,7 +409,7 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
         age = duration(now - last)
         found.append(f"the journal's newest entry is {age} old: no step since, or the journal is behind")
     if not (state.ended or without_nodes(state, life)):
-        found += [_ahead(state, one, now) for one in state.reservations.values()]
+        found += [foretold(state, one, now) for one in state.reservations.values()]
     usable = [
         node
         for node in state.nodes.values()
@@ -420,21 +418,6 @@ def warnings(watcher: StatusWatcher, life: Liveness, now: float, told: Condition
     if state.spares and state.placement and not usable and not state.ended:
         found.append(f"no spare is left: {_next_loss(state)}")
     return found
-
-
-def _ahead(state: RunState, one: ReservationAhead, now: float) -> str:
-    """What is about to happen to nodes of the run that others have reserved."""
-    what = reservation(one.name, maintenance=one.maintenance)
-    ranks = [name for name in one.nodes if name in state.places]
-    free = [n for n in state.spare_nodes() if n.name not in {*one.nodes, *state.placement} and not n.going]
-    told = begins(what, one.nodes, one.starts_at, now)
-    if not ranks:
-        return f"{told}: no rank is there"
-    if now >= one.starts_at:
-        return f"{told}: ranks are on {some(ranks)} until something is taken, or another node is ready"
-    if len(free) >= len(ranks) and state.settings.bad_nodes != "report" and not state.alone:
-        return f"{told}: the ranks move to {some([node.name for node in free[: len(ranks)]])} before"
-    return f"{told}: what is done is written to shared storage before"
 
 
 def _next_loss(state: RunState) -> str:
