@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 # On a busy machine some rank may be slow for long.
 SLOW_MAY_BE = "health: {straggler: off}"
-LONG = (*TRAIN[:1], "1500", *TRAIN[2:])
+# Two minutes: the supervisor looks at reservations every half a minute.
+LONG = (*TRAIN[:1], "1500", *TRAIN[2:], "--step-time", "0.08")
 NAME = "july"
 NOTICED_S = 90.0
 
