@@ -25,6 +25,7 @@ from jurymast.cli.submit import command as submit
 from jurymast.cluster import planning, slurm
 from jurymast.cluster.slurm import Request, Submitted, write_run_directory
 from jurymast.core.goodput import Ledger
+from jurymast.core.judges.explained import NOBODY_LIMIT_S
 from jurymast.core.judges.loops import fruitless
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import Phase
@@ -523,7 +524,7 @@ def test_one_node_of_several_shows_nothing_of_the_environment() -> None:
     story = joined("n1", "n2")
     unloadable(story, "n1")
     story.feed(ev.NodeLost(t=story.t, node="n2", how="closed", silent_s=0.0))
-    story.wait(1.0)
+    story.wait(NOBODY_LIMIT_S)  # nobody says that Slurm has ended the step of all agents
     assert story.state.phase is Phase.REQUEUED
     assert "n1" in story.state.excluded
 
