@@ -26,7 +26,7 @@ from jurymast.core.judges.slurm_variables import of_active_nodes
 from jurymast.core.state.texts import compressed
 from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, write_json
-from jurymast.script import PASSED_ON, WARNING, hold, release, shims
+from jurymast.script import PASSED_ON, WARNING, hold, release, sharing, shims
 from jurymast.script.notes import say
 from jurymast.script.recognise import COMMENT, read_shell_script
 from jurymast.script.step import PROCESS_NAME, REACHES, UNREACHED, true_variables_file
@@ -51,8 +51,8 @@ def run(run_directory: str, arguments: list[str]) -> int:
     hosts = compressed(allocation.nodes[: plan.active])
     environment = of_active_nodes(os.environ, plan.nodes, plan.active, hosts)
     true = {name: value for name, value in os.environ.items() if environment[name] != value}
-    if spreads_gpus(plan):
-        environment.pop("SLURM_GPUS_PER_NODE", None)  # the user has not asked for it
+    if spreads_gpus(plan) and (each := environment.pop(sharing.GPUS_PER_NODE, "")):
+        true[sharing.GPUS_PER_NODE] = each  # the user has not asked for it, but our own steps need it
     write_json(true_variables_file(directory), true)
     code = run_script(
         script, arguments, shims.with_shims(environment, directory), warns=warns_itself(plan),

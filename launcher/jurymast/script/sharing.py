@@ -25,6 +25,7 @@ VARIABLES = {
 OPTIONS = frozenset(VARIABLES)
 # Options that say how many GPUs a step has on a node. A total (--gpus) does not where a task's are known.
 SIZES = ("gpus-per-node", "gpus-per-socket", "gres", "tres-per-node")
+GPUS_PER_NODE = "SLURM_GPUS_PER_NODE"
 # What Slurm derives from the same options for whoever reads it. Newer sruns (24.11, 26.05) do, and not the
 # variable above: their steps have as many processors for each task as their job asked for.
 JOBS_CPUS = "SLURM_CPUS_PER_TASK"
@@ -53,7 +54,7 @@ def each_nodes_gpus(
     --gpus-per-node counts for more: srun gives such a step all GPUs of its nodes. Takes the job's total,
     which would contradict it, out of the `environment` of our srun."""
     total = srun.last("gpus")
-    if total is None or ("SLURM_GPUS_PER_NODE" in environment and release < TOTALS_COUNT_SINCE):
+    if total is None or (GPUS_PER_NODE in environment and release < TOTALS_COUNT_SINCE):
         return []
     environment.pop("SLURM_GPUS", None)
     return [f"--gpus-per-node={scaled(total, 1, active)}"]
@@ -74,7 +75,7 @@ def gpus_on_node(srun: CommandLine, environment: Mapping[str, str], read: Collec
     """How many GPUs Slurm would give to a step with so many `tasks` on each node; 0: as many as ours has,
     whose only task there has the whole node. `read`: see `read_by`."""
     each, sharing = _gpus_of_tasks(StepOptions(srun, environment, read))
-    whole = srun.has(*SIZES) or "SLURM_GPUS_PER_NODE" in environment
+    whole = srun.has(*SIZES) or GPUS_PER_NODE in environment
     return 0 if whole else each * -(-tasks // sharing)
 
 

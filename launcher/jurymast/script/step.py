@@ -136,11 +136,14 @@ def node_command(
     *,
     tasks_alone: bool = False,
     files: Sequence[tuple[str, str]] = (),
+    unsaid: Sequence[str] = (),
 ) -> str:
     """The text of the program for a `step` of `job` (both folders) on `active` nodes. `own`: shell text, by
     node name, that turns the step's command into that of the node. `contained`: the command starts a
-    container. `tasks_alone`: see `control.signals_tasks_alone`. `files`: see `Output.own_files`."""
+    container. `tasks_alone`: see `control.signals_tasks_alone`. `files`: see `Output.own_files`; `unsaid`:
+    variables that the command must not see."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in seen.items())
+    exports += "".join(f"\nunset {name}" for name in unsaid)
     cases = [f"{shlex.quote(node)})\n{text}\n;;" for node, text in own.items()]
     text = "\n".join(['case "$SLURMD_NODENAME" in', *cases, "esac"]) if cases else ""
     telling = TELLING if contained else ()
@@ -461,6 +464,9 @@ class Step:
         # srun reads the number of nodes from these.
         true = foreign.load_own(true_variables_file(self._job), foreign.SCRIPT_BYTES_MAX)
         narrow = {name: os.environ[name] for name in true if name in os.environ}
+        unsaid = [one for one in (sharing.GPUS_PER_NODE,) if one in true and one not in os.environ]
+        if srun.has("gpus"):  # of its own
+            true = {name: value for name, value in true.items() if name not in unsaid}
         ours = {name: os.environ[name] for name in (VARIABLES["output"],) if name in os.environ}
         shown = {**narrow, **ours, **self._hidden, **self._seen(), **tasks_each(srun)}
         words = list(srun.command)
@@ -477,6 +483,7 @@ class Step:
             contained=place > 0,
             tasks_alone=signals_tasks_alone(),
             files=() if own else output.own_files(),
+            unsaid=unsaid,
         )
         shims.write_program(program, text)
         # If each task has a file for stderr, spare nodes would have one as well, and ranks do not write
