@@ -119,6 +119,7 @@ class RankServer:
         self._channel = channel
         self._rest = b""
         self._ended: dict[int, int] = {}
+        self._started: list[int] = []  # by their ids, in the order of the requests
         self._pids: list[int] = []
 
     def fileno(self) -> int:
@@ -138,6 +139,7 @@ class RankServer:
         process that does nothing. Those that were spared go on, and come last, as they wait for others."""
         spared = {local: pid for local in envs if (pid := sparing.spared(local))}
         asked: list[int] = []
+        self._started = []
 
         def ask(local: int) -> None:
             sparing.starts(local)
@@ -153,18 +155,13 @@ class RankServer:
             if not sparing.join(local, envs[local]):
                 self._signal(pid, signal.SIGKILL)
                 ask(local)
-        pids = {**spared, **dict(zip(asked, self._started(len(asked)), strict=True))}
+        while len(self._started) < len(asked):
+            self._receive()
+        pids = {**spared, **dict(zip(asked, self._started, strict=True))}
         self._pids = [pids[local] for local in range(len(envs))]
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
-
-    def _started(self, count: int) -> list[int]:
-        """Wait until the server has started so many ranks; return their ids."""
-        found: list[int] = []
-        while len(found) < count:
-            found += [int(message["started"]) for message in self._receive() if "started" in message]
-        return found
 
     def codes(self) -> list[int | None]:
         """Return the ranks' exit codes, negative for a signal, or None while they run."""
@@ -178,17 +175,17 @@ class RankServer:
             self._receive()
         return self._ended.get(pid)
 
-    def _receive(self) -> list[dict[str, Any]]:
-        """Wait for the server's next message and return it; ranks that it reports as ended are recorded."""
+    def _receive(self) -> None:
+        """Wait for the server's next messages, and record which ranks have started, or ended."""
         data = self._channel.recv(1 << 16)
         if not data:
             os._exit(1)  # the server is gone, so this process ends as well
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        for message in messages:
+        for message in map(json.loads, lines):
             if "ended" in message:
                 self._ended[int(message["ended"])] = int(message["code"])
-        return messages
+            elif "started" in message:
+                self._started.append(int(message["started"]))
 
     def stop(self, grace_s: float, *, told: bool = False, spared: Collection[int] = ()) -> None:
         """Send SIGTERM to the ranks and their children, such as loader workers, as torchrun does, and SIGKILL
