@@ -204,6 +204,18 @@ def test_attempts_that_live_for_seconds_are_saved_within_them(charged: str) -> N
     assert quiet.interval_s > 10 * first.interval_s
 
 
+def test_saves_are_as_often_as_loses_least_where_attempts_live_for_hours() -> None:
+    site = Site()
+    site.state.incidents = [failed(number, 7200.0) for number in range(1, 4)]
+    site.state.up_at = site.time
+    site.go_on(2 * SAMPLE_S)
+    site.saved(1.0)
+    site.go_on(2 * HOLD_S)
+    chosen = site.told()[-1]
+    assert chosen.mtbf_s == pytest.approx(7200.0, rel=0.01)
+    assert chosen.interval_s == pytest.approx((2 * 1.0 * 7200.0) ** 0.5, rel=0.1)
+
+
 def test_failures_are_close_if_chance_does_not_explain_it() -> None:
     three = [failed(number, 9.0) for number in range(1, 4)]
     day_s = 86_400.0

@@ -19,7 +19,7 @@ from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Instruction, RaiseAlert, Requeue, StopWorkers
 from jurymast.core.state.findings import APPLICATION, HARDWARE, SYMPATHETIC, Finding, Verdict
-from jurymast.core.state.incident import CAUSES, FROM_FINDINGS
+from jurymast.core.state.incident import AHEAD, CAUSES, FROM_FINDINGS
 from jurymast.core.state.run import Phase, Role
 from jurymast.core.state.settings import Settings
 from jurymast.journal import initial_state
@@ -234,7 +234,11 @@ def test_what_exceptions_speak_of(text: str, expected: str) -> None:
 
 def test_every_class_that_the_code_can_name_is_in_the_table_and_the_reverse() -> None:
     """Classes are the words in the sources that look like one; what somebody asks for is put together."""
-    named = set(FROM_FINDINGS) | {f"{asked}_asked" for asked in ("relaunch", "restart", "drain", "rollback")}
+    named = (
+        set(FROM_FINDINGS)
+        | {AHEAD}
+        | {f"{asked}_asked" for asked in ("relaunch", "restart", "drain", "rollback")}
+    )
     for module in (attribution, loops, ladder, recovery, machine):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         words = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]

@@ -14,7 +14,7 @@ from statistics import median
 
 from jurymast.core.judges.cadence import (
     FIRST_SHARE,
-    OFTEN_SHARE,
+    SHORTEST_S,
     best_interval_s,
     first_interval_s,
     lately_s,
@@ -359,7 +359,7 @@ class Agreement:
             return min(first_interval_s(mtbf_s), soon_s, most_s), "early, to learn what a save costs"
         best_s = best_interval_s(saving, mtbf_s, most_s)
         if close:
-            return max(best_s, OFTEN_SHARE * mtbf_s), CLOSE
+            return max(best_s, SHORTEST_S), CLOSE
         return best_s, why_interval(saving, mtbf_s, most_s)
 
     def _mtbf_s(self, now: float) -> tuple[float, bool]:

@@ -49,10 +49,10 @@ AGE_SHARE = 0.1
 # So many failures, of whatever kind, in so small a share of the time in which as many are expected are no
 # chance: of a Poisson process, three or more where 3/8 is expected have a probability of 0.6 %.
 LATELY, LATELY_SHARE = 3, 1 / 8
-# Then the first save comes after this share of the time that attempts live, and others at most this often:
-# copies of one are still on their way to other nodes when the next is due.
-FIRST_SHARE, OFTEN_SHARE = 0.5, 0.1
-# No attempt that did a step is taken to live for less, in seconds.
+# Then the first save comes after this share of the time that attempts live.
+FIRST_SHARE = 0.5
+# No attempt that did a step is taken to live for less, and no save follows another one sooner, in seconds:
+# copies of that one are still on their way to other nodes.
 SHORTEST_S = 1.0
 
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
