@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from jurymast.cluster.reservations import Self, found_in
+from jurymast.cluster.reservations import JobOwner, found_in
 from jurymast.core.run import refill, size
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
@@ -39,7 +39,7 @@ def told(release: str) -> str:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_reservations_that_others_have_of_our_nodes(release: str) -> None:
-    found = {one.name: one for one in found_in(told(release), NODES, Self(user="jurymast-test"), NOW)}
+    found = {one.name: one for one in found_in(told(release), NODES, JobOwner(user="jurymast-test"), NOW)}
     wanted = {"ign": (("n1", "n2"), True), "ign2": (("n6",), False), "allmaint": (tuple(NODES), True)}
     assert {name: (one.nodes, one.maintenance) for name, one in found.items() if name in wanted} == wanted
     assert not found.keys() & {"flexy", "lic", "flo", "core", "mine"}, "these take nothing from us"
@@ -49,10 +49,10 @@ def test_reservations_that_others_have_of_our_nodes(release: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_only_nodes_of_ours_count_and_none_that_are_over(release: str) -> None:
-    found = found_in(told(release), ["n3", "n2"], Self(user="jurymast-test"), NOW)
+    found = found_in(told(release), ["n3", "n2"], JobOwner(user="jurymast-test"), NOW)
     assert {one.name: one.nodes for one in found} == {"ign": ("n2",), "allmaint": ("n2", "n3")}
-    assert found_in(told(release), NODES, Self(), utc_time("2028-01-01T00:00:00")) == []
-    assert found_in("No reservations in the system\n", NODES, Self(), NOW) == []
+    assert found_in(told(release), NODES, JobOwner(), utc_time("2028-01-01T00:00:00")) == []
+    assert found_in("No reservations in the system\n", NODES, JobOwner(), NOW) == []
 
 
 def line(**fields: str) -> str:
@@ -64,14 +64,14 @@ def line(**fields: str) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items()) + "\n"
 
 
-ADA = Self("ada", frozenset({"lab"}), "physics")
+ADA = JobOwner("ada", frozenset({"lab"}), "physics")
 
 
 @pytest.mark.parametrize(
     ("fields", "own", "ours"),
     [
         ({}, ADA, True),
-        ({}, Self("ada", reservation="july"), False),
+        ({}, JobOwner("ada", reservation="july"), False),
         ({"Users": "bob,ada"}, ADA, False),
         ({"Users": "bob,adam"}, ADA, True),
         ({"Users": "-bob"}, ADA, False),
@@ -88,7 +88,7 @@ ADA = Self("ada", frozenset({"lab"}), "physics")
         ({"MaxStartDelay": "(null) Comment=for Users=ada Nodes=n9"}, ADA, True),
     ],
 )
-def test_what_is_a_reason_to_leave(fields: dict[str, str], own: Self, ours: bool) -> None:
+def test_what_is_a_reason_to_leave(fields: dict[str, str], own: JobOwner, ours: bool) -> None:
     found = found_in(line(**fields), NODES, own, NOW)
     assert [one.nodes for one in found] == ([("n1", "n2")] if ours else [])
 

@@ -27,7 +27,7 @@ _CORES = "CoreIDs="
 
 
 @dataclass(frozen=True)
-class Self:
+class JobOwner:
     """Who the run's job is for Slurm. `reservation`: the one that it runs in; "": in none."""
 
     user: str = ""
@@ -40,10 +40,10 @@ def of_others(allocation: Allocation, nodes: Sequence[str]) -> list[Reservation]
     """Those that have some of these nodes, now or later, and that the run's job may not use. Raises
     ClusterUnavailableError."""
     told = run_command(["scontrol", "show", "reservation", "--oneliner"], utc=True)
-    return found_in(told, nodes, _self(allocation.account), time.time())
+    return found_in(told, nodes, _owner(allocation.account), time.time())
 
 
-def found_in(told: str, nodes: Collection[str], own: Self, now: float) -> list[Reservation]:
+def found_in(told: str, nodes: Collection[str], own: JobOwner, now: float) -> list[Reservation]:
     """The same from what scontrol prints, with times in UTC."""
     here, found = frozenset(nodes), []
     for name, text in _RECORD.findall(told):
@@ -63,7 +63,7 @@ def found_in(told: str, nodes: Collection[str], own: Self, now: float) -> list[R
     return found
 
 
-def _may_use(fields: dict[str, str], own: Self) -> bool:
+def _may_use(fields: dict[str, str], own: JobOwner) -> bool:
     """Whether Slurm would let the job in: it has to be among the users, or in one of the groups, and to have
     one of the accounts, as far as each is told. A name with a minus is shut out."""
     people = [_allows(fields.get("Users", ""), {own.user}), _allows(fields.get("Groups", ""), own.groups)]
@@ -84,11 +84,11 @@ def _allows(listed: str, own: Collection[str]) -> bool | None:
     return any(name in names for name in own)
 
 
-def _self(account: str) -> Self:
+def _owner(account: str) -> JobOwner:
     user, groups = os.environ.get("SLURM_JOB_USER", ""), set[str]()
     with suppress(KeyError):  # of a user without an entry, as in some containers
         user = user or pwd.getpwuid(os.geteuid()).pw_name
     for number in os.getgroups():
         with suppress(KeyError):
             groups.add(grp.getgrgid(number).gr_name)
-    return Self(user, frozenset(groups), account, os.environ.get("SLURM_JOB_RESERVATION", ""))
+    return JobOwner(user, frozenset(groups), account, os.environ.get("SLURM_JOB_RESERVATION", ""))

@@ -152,8 +152,11 @@ class Destination:
         new = 0 if name in self._begun else self.new
         how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | new
         try:
-            has_folder(os.path.dirname(name))
-            descriptor = os.open(name, how, 0o666)
+            try:
+                descriptor = os.open(name, how, 0o666)
+            except FileNotFoundError:
+                provide_folder(os.path.dirname(name))
+                descriptor = os.open(name, how, 0o666)
         except OSError as error:
             if name in self._begun:
                 raise
@@ -163,8 +166,9 @@ class Destination:
         return descriptor
 
 
-def has_folder(path: str) -> bool:
-    """Whether this folder is there, which newer sruns make. Raises OSError if it cannot be made."""
+def provide_folder(path: str) -> bool:
+    """Make this folder if it is missing, as newer sruns do; return whether it is there. Raises OSError if it
+    cannot be made."""
     if os.path.isdir(path or "."):
         return True
     if release() < MAKES_FOLDERS_SINCE:
@@ -224,7 +228,7 @@ class Naming:
         not make: before the training, not when its first line is lost."""
         folder = Path(expanded(pattern, self.environment, 0, 0, self.nodes[0])).parent
         try:
-            there = has_folder(str(folder))
+            there = provide_folder(str(folder))
         except OSError as error:
             raise CannotOpen(f"srun's --{option}={pattern}: no folder {folder}: {error.strerror}") from error
         if not there:

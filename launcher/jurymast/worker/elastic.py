@@ -148,17 +148,19 @@ class RankServer:
             self._channel.sendall(json.dumps(order).encode() + b"\n")
             asked.append(local)
 
-        for local in envs:
-            if local not in spared:
-                ask(local)
-        for local, pid in spared.items():
-            if not sparing.join(local, envs[local]):
-                self._signal(pid, signal.SIGKILL)
-                ask(local)
-        while len(self._started) < len(asked):
-            self._receive()
-        pids = {**spared, **dict(zip(asked, self._started, strict=True))}
-        self._pids = [pids[local] for local in range(len(envs))]
+        try:
+            for local in envs:
+                if local not in spared:
+                    ask(local)
+            for local, pid in spared.items():
+                if not sparing.join(local, envs[local]):
+                    self._signal(pid, signal.SIGKILL)
+                    ask(local)
+        finally:  # also of a start that failed half-way, for `stop` to end
+            while len(self._started) < len(asked):
+                self._receive()
+            pids = {**spared, **dict(zip(asked, self._started, strict=True))}
+            self._pids = [pids[local] for local in sorted(envs) if local in pids]
 
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
