@@ -13,8 +13,9 @@ from jurymast.core.judges.cadence import Cadence
 from jurymast.core.judges.forecast import STALL_GUESS_S
 from jurymast.core.state.events import NodeLost
 from jurymast.core.state.incident import CAUSES, Incident
+from jurymast.core.state.run import Phase
 from jurymast.core.state.schedule import NEVER
-from jurymast.core.state.settings import Settings
+from jurymast.core.state.settings import Budget, Settings
 from jurymast.report.advice import advice_blocks, advice_view, sentences
 from jurymast.report.text import Line
 from jurymast.sim.checkpoints import HANG, POWER_LOSS, RANK_STOP, SCRIPT, WORKER_KILL, Durations
@@ -328,6 +329,14 @@ def test_without_a_forecast_there_is_a_reason_and_no_advice(how: str) -> None:
     assert advice["foretold"] is None
     (told,) = sentences(advice)
     assert told.startswith("not known: ")
+
+
+def test_a_run_whose_ranks_live_for_three_minutes_saves_in_them_and_gets_on() -> None:
+    unlimited = Settings(application=Budget(count=None))
+    past = replace(bursts(200.0, 6 * 3600.0), settings=unlimited)
+    ran = past.run()
+    assert ran.state.phase is Phase.RUNNING
+    assert past.ratio("runtime_goodput") > 0.5
 
 
 @pytest.mark.parametrize(

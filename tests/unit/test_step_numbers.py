@@ -34,9 +34,10 @@ from jurymast.jobs import await_ended
 from jurymast.journal import initial_state
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import page, report_blocks, report_view
+from jurymast.report.incidents import MORE
 from jurymast.report.liveness import Liveness
 from jurymast.report.runs import COLUMNS, ps_blocks, run_row
-from jurymast.report.status import MORE, StatusWatcher, doubts, read_status, status_blocks
+from jurymast.report.status import StatusWatcher, doubts, read_status, status_blocks
 from jurymast.report.text import Line, Table, duration, plain_table, render
 from jurymast.report.which_run import find_run
 from jurymast.worker import link

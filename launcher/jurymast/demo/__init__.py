@@ -32,8 +32,9 @@ from jurymast.jobs import await_ended
 from jurymast.journal import Entry, FileTail
 from jurymast.policy.resolve import pairs_layer, resolve
 from jurymast.report.follow import ProgressLine
+from jurymast.report.incidents import incident_json
 from jurymast.report.sentences import sentence
-from jurymast.report.status import StatusWatcher, incident_json
+from jurymast.report.status import StatusWatcher
 from jurymast.report.text import clean, count, duration, some
 from jurymast.rundir import RunDirectory
 

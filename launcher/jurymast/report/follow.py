@@ -12,6 +12,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Launch, RaiseAlert, Requeue
 from jurymast.core.state.run import RunState
 from jurymast.journal import Entry
+from jurymast.report.incidents import incident_json
 from jurymast.report.liveness import Liveness, keeps_nodes_for, look
 from jurymast.report.next_steps import after_failure
 from jurymast.report.sentences import is_routine, sentence, short_reason
@@ -19,13 +20,11 @@ from jurymast.report.status import (
     StatusWatcher,
     doubts,
     exit_code_of,
-    incident_json,
     public_state,
     shown_step,
     step_known,
-    step_told,
 )
-from jurymast.report.text import count, duration, one_line, rates, throughput
+from jurymast.report.text import count, duration, one_line, rates, step_told, throughput
 from jurymast.rundir import RunDirectory
 
 POLL_S = 0.2

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import jurymast
+from jurymast.core.checkpoints.agreement import CLOSE
 from jurymast.core.goodput import MEANINGS, RATIOS, Account, SaveCounts, ordered
 from jurymast.core.judges.cadence import young_interval_s
 from jurymast.core.state.failure_rate import (
@@ -31,21 +32,16 @@ from jurymast.report.advice import advice_blocks, advice_view, sentences, trust
 from jurymast.report.cost import cost_json, cost_text, energy_json, energy_text, gpu_seconds, kwh_text, money
 from jurymast.report.curves import curves
 from jurymast.report.in_process import in_process_json, in_process_text
+from jurymast.report.incidents import MORE, PARTS, clock, incident_blocks, incident_json, lost_step, trace_of
 from jurymast.report.instead import assumed, instead_blocks, instead_sentences
 from jurymast.report.liveness import Liveness, look, slurm_jobs
 from jurymast.report.pages import Bar, Slice, kind, render, slices, timeline
 from jurymast.report.records import Record, records_of
-from jurymast.report.sentences import decision
 from jurymast.report.status import (
-    MORE,
     StatusWatcher,
-    at_least,
     data_gaps,
-    incident_json,
-    lost_step,
     public_state,
     shown_step,
-    step_told,
     tiers_json,
 )
 from jurymast.report.text import (
@@ -53,7 +49,6 @@ from jurymast.report.text import (
     Block,
     Line,
     Table,
-    amounts,
     between,
     count,
     duration,
@@ -61,7 +56,6 @@ from jurymast.report.text import (
     node_time,
     one_line,
     percent,
-    plain_seconds,
     points,
     rates,
     size,
@@ -73,7 +67,6 @@ Report = dict[str, Any]
 
 BAR_COLUMNS = 24
 COMMAND_CHARACTERS = 400
-PARTS = ("detect", "diagnose", "decide", "replace", "launch", "restore", "rework")
 
 
 @dataclass(frozen=True)
@@ -213,6 +206,7 @@ def _cadence_json(saves: SaveCounts, expected_s: float, state: RunState) -> dict
         "stall_total_seconds": saves.stall_s,
         "size_bytes": saves.size_bytes or None, "mtbf_used_seconds": expected_s,
         "optimal_seconds": young_interval_s(stall_s, expected_s) if stall_s is not None else None,
+        "reason": state.cadence.reason if state.cadence else None,
     }  # fmt: skip
 
 
@@ -285,7 +279,7 @@ def report_blocks(report: Mapping[str, Any], *, bar: str = "#") -> list[Block]:
         told = between(value, report["ratios_at_most"][name])
         blocks.append(Line(f"{label:<19}{told:>8}   {report['definitions'][name]}", "bold"))
     blocks += [Line(""), _category_table(report, bar)]
-    blocks += [Line(""), *_incident_blocks(report["incidents"]), Line("")]
+    blocks += [Line(""), *incident_blocks(report["incidents"]), Line("")]
     about = (
         *([("cost", cost_text(report["cost"]))] if report["cost"] else []),
         *([("energy", energy_text(report["energy"]))] if report["energy"] else []),
@@ -325,38 +319,6 @@ def _category_table(report: Mapping[str, Any], bar: str) -> Table:
         )
     rows.append(["total", node_time(report["total_node_seconds"]), percent(1.0), " " * BAR_COLUMNS, ""])
     return Table(("CATEGORY", "NODE-TIME", "SHARE", "", "MEANING"), rows, right=frozenset({1, 2}))
-
-
-def _incident_blocks(incidents: list[dict[str, Any]]) -> list[Block]:
-    if not incidents:
-        return [Line("no incidents")]
-    rows = []
-    for i in incidents:
-        times = [*(i["seconds"][part] for part in PARTS), sum(i["seconds"].values())]
-        *parts, rework, total = map(plain_seconds, times)
-        parts += [at_least(rework, i), at_least(total, i)]
-        named = (i[name] or "-" for name in ("cause", "node", "action"))
-        rows.append([str(i["id"]), _clock(i["at"]), *named, *parts])
-    headers = ("#", "AT", "CAUSE", "NODE", "ACTION", *(part.upper() for part in PARTS), "TOTAL")
-    blocks: list[Block] = [Table(headers, rows, right=frozenset({0, *range(5, 13)}), wrap=False)]
-    blocks += [] if all(i["rework_known"] for i in incidents) else [Line(MORE)]
-    traces: dict[str, int] = {}
-    for i in incidents:
-        steps = step_told(i["step_lost_from"], i["attempt"], known=i["numbered"])
-        if i["step_restored"] is not None:
-            steps += f", restored {i['step_restored']}{': ' * bool(i['tiers'])}{amounts(i['tiers'])}"
-        blocks.append(Line(f"  #{i['id']} {i['evidence']} ({steps})"))
-        if i["action"]:
-            blocks.append(Line(f"     {decision(i)}"))
-        blocks += [Line(f"       {line}") for line in _trace(i, traces).rstrip().splitlines()]
-    return blocks
-
-
-def _trace(incident: Mapping[str, Any], told: dict[str, int]) -> str:
-    """The incident's traceback; one that was `told` before is only named."""
-    trace = incident["traceback"] or ""
-    first = told.setdefault(trace.rstrip(), incident["id"])
-    return f"the traceback of #{first}" if trace and first != incident["id"] else trace
 
 
 def _mtbf_span(found: Mapping[str, Any]) -> str:
@@ -404,7 +366,8 @@ def cadence_text(report: Mapping[str, Any]) -> str:
         text += f", one every {duration(found['interval_seconds'])}"
     text += f", stall {duration(found['stall_seconds'])}"
     text += f", {size(found['size_bytes'])} each" if found["size_bytes"] else ""
-    return f"{text}; best at the expected MTBF: every {duration(found['optimal_seconds'])}"
+    text += f"; best at the expected MTBF: every {duration(found['optimal_seconds'])}"
+    return text + (f"; at last more often, {CLOSE}" if found["reason"] == CLOSE else "")
 
 
 def stalls_text(report: Mapping[str, Any]) -> str:
@@ -556,7 +519,7 @@ def _with_room(report: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, int] = {}
     shown, room = [], TRACES_SHOWN
     for each in sorted(cost, key=lambda one: int(one["id"])):
-        trace = _trace(each, told)
+        trace = trace_of(each, told)
         whole = len(trace) <= (TRACES_SHOWN if each["id"] == newest else room)
         room -= len(trace) if whole else 0
         shown.append({**each, "traceback": (trace if whole else LEFT_OUT) or None})
@@ -598,7 +561,7 @@ def report_page(
         "more": "" if all(one["rework_known"] for one in report["incidents"]) else MORE,
         "of_incidents": len(report["incidents"]),
         "spared": in_process_text(report["in_process"]) if report["in_process"] else "",
-        "tiers": {name: {**tier, "at": _clock(tier["at"])} for name, tier in report["tiers"].items()},
+        "tiers": {name: {**tier, "at": clock(tier["at"])} for name, tier in report["tiers"].items()},
         "stalls": stalls_text(report),
         "marks": MARKS,
         "cadence": cadence_text(report),
@@ -684,7 +647,7 @@ def _incident(incident: Mapping[str, Any], records: Records) -> dict[str, Any]:
     back, steps = incident["step_restored"], lost_step(incident)
     return {
         **incident,
-        "at": _clock(incident["at"]),
+        "at": clock(incident["at"]),
         "records": records.get(incident["id"], ()),
         "cause": incident["cause"] or "being diagnosed",
         "meaning": known.meaning[:1].upper() + known.meaning[1:] if known else "",
@@ -693,7 +656,3 @@ def _incident(incident: Mapping[str, Any], records: Records) -> dict[str, Any]:
         "bars": bars,
         "steps": steps if back is None else f"{steps} → {back}",
     }
-
-
-def _clock(at: str | None) -> str:
-    return datetime.fromisoformat(at).strftime("%m-%d %H:%M:%S") if at else "-"

@@ -21,11 +21,12 @@ from jurymast.core.state.incident import CAUSES
 from jurymast.core.state.settings import Receiver
 from jurymast.reading import patiently
 from jurymast.report.follow import end_lines
+from jurymast.report.incidents import incident_json
 from jurymast.report.liveness import Liveness
 from jurymast.report.mailbox import Mailbox
 from jurymast.report.next_steps import after_failure
 from jurymast.report.sentences import short_reason
-from jurymast.report.status import StatusWatcher, incident_json
+from jurymast.report.status import StatusWatcher
 from jurymast.rundir import RunDirectory, write_json
 
 log = logging.getLogger("jurymast.notifier")

@@ -18,12 +18,12 @@ from jurymast.core.run.ladder import without_spare
 from jurymast.core.run.recording import pause_s
 from jurymast.core.state.failure_rate import LEVEL, failure_times
 from jurymast.core.state.images import MEMORY, PEER, SHARED
-from jurymast.core.state.incident import Incident, meaning
 from jurymast.core.state.run import Phase, Role, RunState, failure_rate
 from jurymast.core.state.schedule import NEVER, Schedule
 from jurymast.core.state.settings import RunPlan
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
+from jurymast.report.incidents import MORE, at_least, incident_json, lost_step
 from jurymast.report.liveness import JournalTail, Liveness, hear, look, slurm_jobs
 from jurymast.report.next_steps import INDENT, traceback_blocks, trouble_blocks
 from jurymast.report.reservations import foretold
@@ -39,6 +39,7 @@ from jurymast.report.text import (
     one_line,
     rates,
     some,
+    step_told,
     throughput,
 )
 from jurymast.rundir import RunDirectory
@@ -220,32 +221,6 @@ def shown_step(state: RunState) -> int:
 def step_known(state: RunState) -> bool:
     """Whether `shown_step` counts from the training's beginning. Else it counts from that of the attempt."""
     return state.attempt <= 1 or state.first_step_at is None or state.absolute
-
-
-def step_told(step: int, attempt: int, *, known: bool) -> str:
-    return f"step {step}" + ("" if known else f" of attempt {attempt}, begun at a step that is not known")
-
-
-# What a plus sign behind a time means, where a table has one.
-MORE = "+: or more, as it is not known which steps were done again"
-
-
-def at_least(time: str, incident: Mapping[str, Any]) -> str:
-    """The time that an incident, or its rework, took, if that is known; else the least."""
-    return time if incident["rework_known"] else f"{time}+"
-
-
-def lost_step(incident: Mapping[str, Any]) -> str:
-    """The newest step at an incident's fault, as `ps` shows steps."""
-    return f"{'' if incident['numbered'] else '?+'}{incident['step_lost_from']}"
-
-
-def incident_json(incident: Incident) -> dict[str, Any]:
-    """The incident's JSON, with times as ISO 8601."""
-    values = incident.to_json()
-    values["at"], values["recovered_at"] = iso(values["at"]), iso(values["recovered_at"])
-    values["meaning"] = meaning(incident.cause) or None
-    return values
 
 
 def kept_steps(state: RunState, *, nodes_gone: bool) -> dict[str, int]:

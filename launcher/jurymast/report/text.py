@@ -44,6 +44,10 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
 
 
+def step_told(step: int, attempt: int, *, known: bool) -> str:
+    return f"step {step}" + ("" if known else f" of attempt {attempt}, begun at a step that is not known")
+
+
 def begins(what: str, nodes: Sequence[str], starts_at: float, now: float) -> str:
     """Render when `what` begins on nodes, or since when it has begun."""
     left_s, at = starts_at - now, clock(starts_at)
