@@ -498,13 +498,15 @@ class HostProcess:
 
 IMPORT_LIMIT_S = 120.0
 IMPORT_CHARACTERS = 300
+_CRASHED_AT = re.compile(r'  File "[^"]*?([^"/]+/[^"/]+)", line (\d+)')
 
 
 async def unloadable(environment: dict[str, str], directory: str) -> str:
-    """Return why a Python with this environment cannot load torch: the last line of what it says; "" if it
-    can, or if that takes too long. Raises OSError."""
+    """Return why a Python with this environment cannot load torch: the last line of what it says, or how it
+    ends; "" if it can, or if that takes too long. Raises OSError."""
+    loads = [sys.executable, "-X", "faulthandler", "-c", "import torch.distributed"]
     process = await asyncio.create_subprocess_exec(
-        *programs.at_once([sys.executable, "-c", "import torch.distributed"]), env=environment, cwd=directory,
+        *programs.at_once(loads), env=environment, cwd=directory,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         preexec_fn=die_with_parent,
     )  # fmt: skip
@@ -516,7 +518,14 @@ async def unloadable(environment: dict[str, str], directory: str) -> str:
         with suppress(ProcessLookupError):
             process.kill()
     lines = told.decode(errors="replace").strip().splitlines()
-    return lines[-1][:IMPORT_CHARACTERS] if process.returncode and lines else ""
+    return _why_not_loaded(process.returncode or 0, lines)[:IMPORT_CHARACTERS]
+
+
+def _why_not_loaded(code: int, lines: Sequence[str]) -> str:
+    if code < 0:  # a library for another processor or of another build; the place is faulthandler's first
+        places = [f", at {found[1]}:{found[2]}" for line in lines if (found := _CRASHED_AT.match(line))]
+        return f"{signal.Signals(-code).name} while Python loaded torch{''.join(places[:1])}"
+    return (lines[-1] if lines else f"exit code {code} while Python loaded torch") if code else ""
 
 
 async def end_ranks(pids: Sequence[int], grace_s: float) -> None:
