@@ -323,6 +323,27 @@ def test_without_a_file_what_is_in_force_is_checked(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("health: {skip: [nvidai]}", "health.skip[0]: there is no probe nvidai (did you mean nvidia?)"),
+        ("health: {skip: [host, Storage]}", "health.skip[1]: there is no probe Storage (did you mean storage?)"),
+        ("health: {skip: [gpu]}", "health.skip[0]: there is no probe gpu"),
+        ("health: {thresholds: {clock-offset: 1}}", "health.thresholds.clock-offset: there is no threshold"),
+        ("health: {xid: {79: broken}}", "health.xid.79: should be"),
+        ("metrics: {trackers: [tensorbord]}", "metrics.trackers[0]: tensorbord cannot be used"),
+        ("notify: [{when: [failed], command: [mail]}]", "notify[0].when[0]: should be"),
+    ],
+)  # fmt: skip
+def test_names_that_nothing_has_are_refused(
+    place: Path, text: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JURYMAST_SITE", "")
+    (place / "team.yaml").write_text(f"{text}\n")
+    assert main(["policy", "check", str(place / "team.yaml")]) == PolicyError.exit_code
+    assert f"team.yaml:1: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
         ("checkpoint: {cadence: 1h, max_loss: 5m}",
          "checkpoint.cadence: is longer than checkpoint.max_loss allows; write a shorter time, or auto"),
         ("checkpoint: {tiers: {memory: off, peer: on}}",

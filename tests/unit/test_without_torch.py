@@ -76,6 +76,28 @@ def test_one_node_of_several_shows_nothing_of_the_environment() -> None:
     assert "n1" in story.state.excluded
 
 
+def test_no_node_is_blamed_if_none_has_loaded_torch_in_time(tmp_path: Path) -> None:
+    story = joined("n1", "n2", "n3")
+    story.wait(story.plan.settings.join_limit_s + 1.0)
+    assert story.state.phase is Phase.REQUEUED
+    assert story.incident.cause == "storage_failed"
+    assert "no node had loaded torch (n1, n2, n3)" in story.incident.evidence
+    assert not story.state.excluded
+    assert not story.state.frail
+    view = read_status(story.write(tmp_path / story.plan.run)).view()
+    first = render(status_blocks(view, now=story.t), terminal=False).splitlines()[:20]
+    assert any("check the file system; no node is blamed" in line for line in first)
+
+
+def test_a_node_that_alone_has_not_loaded_torch_in_time_is_replaced() -> None:
+    story = joined("n1", "n2")
+    story.feed(ev.NodeReady(t=story.t, node="n2", store_port=29000))
+    story.wait(story.plan.settings.join_limit_s + 1.0)
+    assert story.state.phase is Phase.REQUEUED
+    assert story.incident.cause == "node_lost"
+    assert list(story.state.excluded) == ["n1"]
+
+
 def test_why_python_cannot_load_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise ImportError('libcudart.so.99: cannot open shared object file')\n"

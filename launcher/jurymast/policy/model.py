@@ -35,6 +35,7 @@ from jurymast import tracker
 from jurymast.core.judges.cadence import Cadence, parse_cadence
 from jurymast.core.state.settings import NOTICES, Budget, Price
 from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
+from jurymast.health.probe import installed
 from jurymast.reference import thresholds, xids
 
 # Far below what the clocks of Python and of the system can count.
@@ -175,6 +176,15 @@ def read_threshold_name(value: str) -> str:
     return value
 
 
+def read_probe_name(value: str) -> str:
+    if value not in (names := installed()):
+        raise ValueError(
+            f"there is no probe {written(value)}{did_you_mean(value, names)}; "
+            f"installed: {', '.join(names) or 'none'}"
+        )
+    return value
+
+
 def read_tracker_name(value: str) -> str:
     try:
         tracker.load(value)
@@ -248,6 +258,7 @@ Count = Annotated[int, _Written(read_whole_number, _COUNT)]
 OneOrMore = Annotated[int, _Written(read_one_or_more, _ONE_OR_MORE)]
 OnOff = Annotated[bool, _Written(read_on_or_off, _ON, _OFF)]
 XidCode = Annotated[str, AfterValidator(read_xid_code)]
+ProbeName = Annotated[str, AfterValidator(read_probe_name)]
 TrackerName = Annotated[str, AfterValidator(read_tracker_name)]
 ThresholdName = Annotated[str, AfterValidator(read_threshold_name)]
 Restarts = Annotated[
@@ -363,7 +374,9 @@ class Failures(Section):
 
 
 class Health(Section):
-    skip: list[str] = _key([], "names of probes that do not run: nvidia, amd, infiniband, host, storage")
+    skip: list[ProbeName] = _key(
+        [], "names of probes that do not run: nvidia, amd, infiniband, host, storage"
+    )
     xid: dict[XidCode, Literal["ok", "suspect", "bad", "application", "sympathetic"]] = _key(
         {}, "your own classification of NVIDIA's Xid codes; jurymast health --explain XID shows the default"
     )

@@ -16,9 +16,9 @@ from itertools import takewhile
 from jurymast.core.judges.attribution import Cause, cause_of
 from jurymast.core.state.failure_rate import Posterior
 from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, ORDERED, Incident
-from jurymast.core.state.run import RunState
+from jurymast.core.state.run import Role, RunState
 from jurymast.core.state.signatures import Signature
-from jurymast.core.state.texts import NODES_TOLD, count, some
+from jurymast.core.state.texts import NODES_TOLD, count, some, spoken_s
 
 SCRIPT_FAULT = "script_fault"
 # So many times in a row without a new step: the cause is not going away by itself.
@@ -224,6 +224,20 @@ def environment_fault(state: RunState) -> Cause | None:
         node.faultless = True
     names = some([node.name for node in tried], NODES_TOLD)
     return cause_of("import_failed", f"{tried[0].reason} (on {names})")
+
+
+def slow_to_load(state: RunState) -> Cause | None:
+    """Return the cause if the agents of several nodes are there, and none has its torchrun host yet: what all
+    of them wait for is on none of them, and none is excluded."""
+    nodes = state.nodes.values()
+    slow = [node for node in nodes if node.role is Role.JOINING and node.incarnation]
+    if len(slow) < 2 or any(node.ready for node in nodes):
+        return None
+    for node in slow:
+        node.faultless = True
+    waited = spoken_s(state.now - min(node.since for node in slow))
+    names = some([node.name for node in slow], NODES_TOLD)
+    return cause_of("storage_failed", f"after {waited} no node had loaded torch ({names})")
 
 
 def give_up(state: RunState) -> None:

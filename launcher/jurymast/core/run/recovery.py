@@ -384,9 +384,10 @@ def _start(state: RunState, came: int | None) -> list[Instruction]:
         return []
     # Nodes that are still warming up are not to blame, unless they have used all their time.
     missing = [n for n in state.nodes.values() if n.role is Role.FAILED or (late and not n.usable)]
+    slow = loops.slow_to_load(state) if late else None
     for node in missing:
         node.become(Role.FAILED, node.reason, state.now)
-    return _try_elsewhere(state, missing)
+    return _try_elsewhere(state, missing, slow)
 
 
 def _left_out(state: RunState, spares: list[Node]) -> str:
@@ -399,9 +400,9 @@ def _left_out(state: RunState, spares: list[Node]) -> str:
     return f"; spares: {'; '.join(told + more)}" if told else ""
 
 
-def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
+def _try_elsewhere(state: RunState, missing: list[Node], slow: Cause | None) -> list[Instruction]:
     """Request another allocation for one that never had enough nodes, but not for ever. If users took the
-    nodes out, that is no failure."""
+    nodes out, that is no failure. `slow`: the cause if all nodes still load torch."""
     if (cause := loops.environment_fault(state)) is not None:
         open_incident(state, state.now, state.now)
         incident = settle(state, cause)
@@ -411,7 +412,7 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
     reason = f"fewer than {state.active} nodes came up; missing: {names}"
     open_incident(state, state.now, state.now)
     drained = all(node.drained for node in missing)
-    settle(state, cause_of("drain_asked" if drained else "node_lost", reason)).action = "requeue"
+    settle(state, slow or cause_of("drain_asked" if drained else "node_lost", reason)).action = "requeue"
     starts = 0
     for incident in reversed(state.incidents):
         if incident.launched_at is not None or incident.action != "requeue":
@@ -419,8 +420,10 @@ def _try_elsewhere(state: RunState, missing: list[Node]) -> list[Instruction]:
         starts += incident.charged == INFRASTRUCTURE
     hopeless = loops.endless(state) or ladder.spent(state, INFRASTRUCTURE)
     if state.may_requeue and starts <= STARTS_MAX and not hopeless:
-        return _requeue(state, reason)
-    return finish(state, "failed", RunFailedError.exit_code, because(reason, hopeless))
+        return _requeue(state, slow.evidence if slow else reason)
+    return finish(
+        state, "failed", RunFailedError.exit_code, because(slow.evidence if slow else reason, hopeless)
+    )
 
 
 def _replace(state: RunState) -> list[Instruction]:
