@@ -1,4 +1,5 @@
-"""The packaged tables that health probes use, and that a policy may override: Xid codes and thresholds."""
+"""The packaged tables that health probes use, and that a policy may override, Xid codes and thresholds; and
+which probes are installed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from jurymast.core.state.findings import Verdict
 
+PROBES = "jurymast.probes"  # the entry points of probes
 DATA = Path(__file__).parent / "health" / "data"
 
 
@@ -104,3 +106,14 @@ def recovery_action(number: int) -> RecoveryAction:
 @cache
 def thresholds() -> Mapping[str, Threshold]:
     return {name: Threshold(name, **entry) for name, entry in _table("thresholds")["limits"].items()}
+
+
+def installed() -> dict[str, str]:
+    """The installed probes by name, sorted, each as "package:function"; of two with the same name, the first
+    on Python's path. Reads only the metadata of packages, and imports none."""
+    from importlib.metadata import entry_points  # 5 MB that a probe's process does not need
+
+    found: dict[str, str] = {}
+    for point in entry_points(group=PROBES):
+        found.setdefault(point.name, point.value)
+    return dict(sorted(found.items()))

@@ -59,8 +59,8 @@ def command(
 
 def _look(settings: Settings, names: tuple[str, ...], limit_s: float | None, as_json: bool) -> int:
     from jurymast.health.once import look
-    from jurymast.health.probe import installed
     from jurymast.health.watcher import names_to_ask
+    from jurymast.reference import installed
 
     for name in names:
         if name not in installed():

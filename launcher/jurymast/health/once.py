@@ -20,9 +20,9 @@ from typing import Any
 
 from jurymast.core.judges.own_health import ProbeLooked
 from jurymast.core.state.findings import Finding, Verdict
-from jurymast.health.probe import READINGS, Context, granted_gpus, installed
+from jurymast.health.probe import READINGS, Context, granted_gpus
 from jurymast.health.watcher import ProbeWatcher, names_to_ask
-from jurymast.reference import thresholds, xid_of, xids
+from jurymast.reference import installed, thresholds, xid_of, xids
 
 # Nagios' exit codes.
 OK, WARNING, CRITICAL, UNKNOWN = range(4)

@@ -29,7 +29,7 @@ from jurymast.core.state.findings import (
 )
 from jurymast.core.state.texts import did_you_mean
 from jurymast.health.grant import granted_gpus
-from jurymast.reference import Xid, recovery_action, recovery_actions, thresholds, xids
+from jurymast.reference import PROBES, Xid, recovery_action, recovery_actions, thresholds, xids
 
 # Everything that a package with probes needs from jurymast.
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # [project.entry-points."jurymast.probes"]  NAME = "package:function"; function(context) -> Probe | None
-ENTRY_POINTS = "jurymast.probes"
+ENTRY_POINTS = PROBES
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,6 @@ class Probe(Protocol):
     def close(self) -> None:
         """Release handles. Called at most once, when the probes end; not if their process is killed."""
         ...
-
-
-def installed() -> dict[str, str]:
-    """The installed probes by name, sorted, each as "package:function"; of two with the same name, the first
-    on Python's path. Reads only the metadata of packages, and imports none."""
-    from importlib.metadata import entry_points  # 5 MB that a probe's process does not need
-
-    found: dict[str, str] = {}
-    for point in entry_points(group=ENTRY_POINTS):
-        found.setdefault(point.name, point.value)
-    return dict(sorted(found.items()))
 
 
 def open_probe(point: str, context: Context) -> Probe | None:

@@ -18,9 +18,10 @@ from jurymast.core.judges.energy import EnergyUsed
 from jurymast.core.judges.own_health import ChildEnd, ProbeLooked, ProbeLooks
 from jurymast.core.state.findings import Finding
 from jurymast.health.child import FINDINGS_MAX
-from jurymast.health.probe import Context, installed
+from jurymast.health.probe import Context
 from jurymast.health.readings import stands_in, waits_for_storage
 from jurymast.processes import kill_below, kill_group
+from jurymast.reference import installed
 
 # How long a child may be silent at its start, or beyond the limit that it announced.
 START_LIMIT_S = 60.0

@@ -35,8 +35,7 @@ from jurymast import tracker
 from jurymast.core.judges.cadence import Cadence, parse_cadence
 from jurymast.core.state.settings import NOTICES, Budget, Price
 from jurymast.core.state.texts import DURATION, did_you_mean, seconds_in
-from jurymast.health.probe import installed
-from jurymast.reference import thresholds, xids
+from jurymast.reference import installed, thresholds, xids
 
 # Far below what the clocks of Python and of the system can count.
 LONGEST_S = 100 * 365 * 86400.0
