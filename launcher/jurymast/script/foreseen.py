@@ -7,34 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jurymast.cluster.sbatch import CommandLine
-from jurymast.script import evidence, recognise, shell, srun
+from jurymast.script import evidence, others, recognise, shell, srun
 
-# Words before a command that do not change which one it is.
-BEFORE = frozenset({
-    "!", "command", "coproc", "do", "elif", "else", "exec", "if", "nohup", "setsid", "then", "time",
-    "until", "while", "{",
-})  # fmt: skip
-# Programs after whose options another command may stand.
-AROUND = recognise.WRAPPERS | {"parallel", "sudo", "xargs"}
-# Launchers whose ranks jurymast does not see.
-UNSEEN = {
-    "colossalai": "starts its ranks by itself (ssh)", "composer": "starts its ranks by itself",
-    "deepspeed": "starts its ranks by itself (ssh, pdsh)",
-    "horovodrun": "starts its ranks by itself", "mpiexec": "MPI starts the ranks",
-    "mpirun": "MPI starts the ranks", "ray": "Ray starts the ranks", "torchx": "starts a job of its own",
-}  # fmt: skip
-# The same launchers as modules of Python's; and where they may stand in a container's command, or a shell's.
-_MODULES = {
-    "horovod": "horovodrun",
-    **{name: name for name in ("colossalai", "composer", "deepspeed", "torchx")},
-}
-_INSIDE = re.compile(
-    rf"-m\s+({'|'.join(_MODULES)})\b|(?:^|[\s;&|/])(colossalai|deepspeed|horovodrun|mpiexec|mpirun|torchx)(?=\s)",
-    re.MULTILINE,
-)
-# Programs that start a command outside the job's steps.
-ELSEWHERE = frozenset({"clush", "parallel-ssh", "pdsh", "pssh", "ssh"})
-INSTEAD = "put `srun torchrun --nproc-per-node=N` in its place"
 # Options that ask for GPUs, and those that may.
 GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
 TRES = ("gres", "tres-per-job", "tres-per-node", "tres-per-task")
@@ -113,7 +87,7 @@ class _Foresight:
                 found.append(Foreseen(command.line, shown, None, TOO_LONG if command.words else NOT_ALL))
                 continue
             seen = {**command.exported, **self.variables}
-            inner = _for_another_shell(_stripped(command.words))
+            inner = others.for_another_shell(others.stripped(command.words))
             if inner and self.scripts and (within := self._within(command, inner, seen)):
                 found += within
             elif one := self._of_command(command, seen):
@@ -143,25 +117,6 @@ class _Foresight:
         return Foreseen(command.line, command.text, *fate, differs)
 
 
-def _for_another_shell(words: Sequence[str]) -> str:
-    """The text that a command has a shell read: `eval`'s words, a trap's, a shell's -c, or a script's text,
-    if it can be read here; "" if there is none."""
-    if not words:
-        return ""
-    program, rest = _name(words[0]), list(words[1:])
-    if program == "eval":
-        return " ".join(rest)
-    if program == "trap":
-        return rest[0] if len(rest) > 1 and rest[0] != "-" else ""
-    if program in recognise.SHELLS or words[:1] in (["source"], ["."]):
-        options, rest = _options(rest)
-        if any(re.fullmatch(r"-\w*c\w*", option) for option in options):
-            return rest[0] if rest else ""
-        return recognise.read_shell_script(rest[0]) if rest else ""
-    text = recognise.read_shell_script(words[0]) if "/" in words[0][:-1] else ""
-    return text if re.match(rf"#!\s*\S*(/|env\s+)({'|'.join(recognise.SHELLS)})\b", text) else ""
-
-
 def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
     """Variables that Slurm will give the script, as far as they are known before."""
     variables = {"SLURM_NNODES": str(active), "SLURM_JOB_NUM_NODES": str(active)}
@@ -177,21 +132,21 @@ def _of_slurm(told: CommandLine, active: int) -> dict[str, str]:
 def _fate(
     words: Sequence[str], variables: Mapping[str, str], active: int, train: str
 ) -> tuple[bool | None, str] | None:
-    words = _stripped(words)
-    if words and _name(words[0]) in AROUND:
-        step = next((place for place, word in enumerate(words) if _name(word) == "srun"), 0)
+    words = others.stripped(words)
+    if words and others.name_of(words[0]) in others.AROUND:
+        step = next((place for place, word in enumerate(words) if others.name_of(word) == "srun"), 0)
         words = words[step:]
-    program = _unseen(words) or (_name(words[0]) if words else "")
+    program = others.name_of(words[0]) if words else ""
     if program == "srun":
         return _step(words, variables, active, train)
-    if program in UNSEEN:
-        return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
+    if unseen := others.unseen(words):
+        return False, f"{unseen}: {others.UNSEEN[unseen]}, so nothing is handled; {others.INSTEAD}"
     if VARIABLE.fullmatch(words[0] if words else ""):
         return None, f"what {words[0]} stands for is known only when it runs; a training is recognized then"
     line = shell.spelled_out(" ".join(words), variables)
-    if program in ELSEWHERE and (recognise.LAUNCHER.search(line) or recognise.PYTHON.search(line)):
-        return False, f"{program}: starts it outside the job's steps, so nothing is handled; {INSTEAD}"
-    if not words or not _may_start(words):
+    if program in others.ELSEWHERE and (recognise.LAUNCHER.search(line) or recognise.PYTHON.search(line)):
+        return False, f"{program}: {others.OUTSIDE}; {others.INSTEAD}"
+    if not words or not others.may_start(words):
         return _unread(words)
     if recognise.starts_launcher(words, recognise.read_shell_script, variables):
         if _on_each_node(words):
@@ -202,42 +157,15 @@ def _fate(
     return _unread(words)
 
 
-def _unseen(words: Sequence[str]) -> str:
-    """The launcher that a command starts as a module of Python's, if jurymast does not see its ranks; or
-    ""."""
-    found = re.match(r"\S*\bpython[\d.]*(?: -(?!m )\S+)* -m (\w+)", " ".join(words))
-    return _MODULES.get(found[1], "") if found else ""
-
-
-def _stripped(words: Sequence[str]) -> list[str]:
-    """The words from the one on that names the program."""
-    words = list(words)
-    if words[:1] == ["coproc"] and words[2:3] == ["{"]:  # after its name
-        del words[:2]
-    while words and (words[0] in BEFORE or re.match(r"\w+=", words[0])):
-        words.pop(0)
-    return words
-
-
 def _unread(words: Sequence[str]) -> tuple[None, str] | None:
     """What is said of a command that has a shell run a script that cannot be read here."""
-    shells = bool(words) and _name(words[0]) in recognise.SHELLS
-    options, rest = _options(words[1:]) if shells else ([], list(words))
+    shells = bool(words) and others.name_of(words[0]) in recognise.SHELLS
+    options, rest = others.options_of(words[1:]) if shells else ([], list(words))
     script = rest[0] if rest and not any(re.fullmatch(r"-\w*c\w*", option) for option in options) else ""
     read = not script or recognise.read_shell_script(script)
     if read or not (shells or recognise.SHELL_SCRIPT.fullmatch(script)):
         return None
     return None, f"{script} cannot be read here: what it starts is known only when it runs"
-
-
-def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A shell's options, without the names that follow -o, and what comes after them."""
-    rest, options = list(words), list[str]()
-    while rest and re.match(r"[-+]\w|--", rest[0]):
-        options.append(rest.pop(0))
-        if re.fullmatch(r"[-+]\w*[oO]", options[-1]) and rest:
-            rest.pop(0)
-    return options, rest
 
 
 def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool) -> str:
@@ -254,7 +182,7 @@ def _by_itself(words: Sequence[str], variables: Mapping[str, str], *, gpus: bool
 
 def _out_of_reach(words: Sequence[str], variables: Mapping[str, str]) -> str:
     """Why the Python of the launchers in a command does not find jurymast; "" if it does."""
-    place = next((place for place, word in enumerate(words) if _name(word) == "srun"), None)
+    place = next((place for place, word in enumerate(words) if others.name_of(word) == "srun"), None)
     if place is not None:
         if EMPTIED.search(" ".join(words[:place])):
             return (
@@ -292,18 +220,6 @@ def _without_torch(options: str, *, gpus: bool) -> str:
     return "" if gpus else "if it finds no GPUs, and the job asks for none; --multi_gpu has torch start them"
 
 
-def _name(word: str) -> str:
-    return word.rpartition("/")[2]
-
-
-def _may_start(words: Sequence[str]) -> bool:
-    """Whether the command's program, rather than one of its arguments, may be what starts a training."""
-    program = _name(words[0])
-    known = program in recognise.SHELLS or program in AROUND or program in recognise.CONTAINERS
-    named = re.match(r"python|torchrun|accelerate|fabric|lightning", program) is not None
-    return known or named or recognise.read_shell_script(words[0]).startswith("#!")
-
-
 def _on_each_node(command: Sequence[str]) -> bool:
     alone = recognise.NODES.search(" ".join(command))
     return "--standalone" in command or (alone is not None and alone[1] == "1")
@@ -315,17 +231,17 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
     read, step = recognise.read_shell_script, srun.parse(words[1:])
     if step is None:
         return False, "its options are not known here, or it has several parts: runs as under sbatch"
-    program = _name(step.command[0]) if step.command else ""
+    program = others.name_of(step.command[0]) if step.command else ""
     if not recognise.finds_program(step, variables):
         return False, f"its tasks have no PATH by which to find {program}: `--export=ALL` gives them theirs"
     if program.startswith("$"):
         return None, f"what {program} stands for is known only when it runs; a training is recognized then"
+    if why := others.unseen_within(step.command, variables):
+        return False, why
     if recognise.starts_launcher(step.command, read, variables):
         protected, why = _launcher(step, variables, active)
         reads = step.last("input") not in (None, "none") and protected
         return protected, why + "; its ranks read nothing, also with --input" * bool(reads)
-    if program := _unseen(step.command) or (program if program in UNSEEN else ""):
-        return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
     tasks = recognise.tasks_a_node(step, variables, active)
     if not recognise.starts_ranks(step.command, read, variables):
         return _no_ranks(step, tasks * active, variables)
@@ -354,7 +270,7 @@ def _around_tasks(
 ) -> str:
     """What programs around the tasks of a step, of its own or the site's, do otherwise than under srun: they
     run around each rank, but for one in a container, which may not have them."""
-    names = [_name(word) for word in words]
+    names = [others.name_of(word) for word in words]
     step = srun.parse(list(words[names.index("srun") + 1 :])) if "srun" in names else None
     tasks = recognise.tasks_a_node(step, variables, active) if step is not None else 0
     if (
@@ -372,13 +288,16 @@ def _around_tasks(
 
 def _no_ranks(step: CommandLine, tasks: int, variables: Mapping[str, str]) -> tuple[bool | None, str]:
     if tasks > 1 and recognise.names_python(step.command, variables):
-        return False, f"{_name(step.command[0])} is not known to start ranks: no failure of theirs is handled"
+        return (
+            False,
+            f"{others.name_of(step.command[0])} is not known to start ranks: no failure of theirs is handled",
+        )
     line, *read = recognise.texts(step.command, recognise.read_shell_script, variables)
     if (scripts := recognise.SHELL_SCRIPT.findall(line)) and not read:
         return None, f"{scripts[0]} cannot be read here: what it starts is known only when it runs"
-    if inside := next(filter(None, map(_INSIDE.search, (line, *read))), None):
-        program = _MODULES[inside[1]] if inside[1] else inside[2]
-        return False, f"{program}: {UNSEEN[program]}, so nothing is handled; {INSTEAD}"
+    if inside := next(filter(None, map(others.INSIDE.search, (line, *read))), None):
+        program = others.of_module(inside)
+        return False, f"{program}: {others.UNSEEN[program]}, so nothing is handled; {others.INSTEAD}"
     return False, "not a training: runs as under sbatch"
 
 

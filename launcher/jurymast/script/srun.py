@@ -19,7 +19,7 @@ from jurymast.cluster.sbatch import CommandLine
 from jurymast.errors import UsageError
 from jurymast.processes import die_with_parent
 from jurymast.rundir import RunDirectory
-from jurymast.script import recognise, release, shims
+from jurymast.script import others, recognise, release, shims
 from jurymast.script.notes import say
 
 if TYPE_CHECKING:
@@ -124,6 +124,9 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
         return None  # srun says so
     tasks = recognise.tasks_a_node(srun, os.environ, step.active)
     read = recognise.read_shell_script
+    if why := others.unseen_within(srun.command, os.environ):
+        say(f"{why}; srun runs this step")
+        return None
     if recognise.starts_launcher(srun.command, read, os.environ):
         if tasks == 1:
             return step.run(recognise.with_its_path(srun))
