@@ -45,6 +45,7 @@ from support.planted import (
     taken_over_when_the_journal_is_long,
     uneven_by_design,
 )
+from support.planted_refill import removed_while_another_is_lost
 from support.planted_told import step_ends
 
 SEEDS = range(200)
@@ -388,6 +389,13 @@ def test_no_rule_is_broken() -> None:
     assert sum(one.state == "succeeded" for one in results) > len(SEEDS) / 6, "runs come to their end"
     assert sum(one.lives > 1 for one in results) > len(SEEDS) / 10, "and go on after a requeue"
     assert sum("None" not in restore for one in results for restore in one.restores) > len(SEEDS) / 3
+
+
+@pytest.mark.parametrize("how", ["drained", "admin drains"])
+def test_a_node_that_is_to_leave_leaves_also_if_another_is_lost_first(how: str) -> None:
+    for seed in range(30):
+        result = run(removed_while_another_is_lost(seed, how))
+        assert not result.broken, result.broken
 
 
 @pytest.mark.parametrize("text", MENDED.values(), ids=MENDED)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from jurymast.core.run import refill
+from jurymast.core.run import ladder, refill
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import AskForNode, Effect, Record
 from jurymast.core.state.run import RunState
@@ -54,6 +54,15 @@ def _forgets(self: Withdrawals, now: float) -> list[msg.Ask]:
     wanted, state.to_remove = state.to_remove, {}
     asks, state.to_remove = _moves(self, now), wanted
     return asks
+
+
+def removed_while_another_is_lost(seed: int, how: str = "drained") -> Plan:
+    """A node fails while ranks save before another leaves, and there are spares for both."""
+    chance = Random(seed)
+    at = chance.uniform(6.0, 12.0)
+    kind = chance.choice(("snap", "power", "host"))
+    lost = Fault(at + chance.uniform(0.2, 2.0), kind, node=chance.randrange(2), seconds=30.0)
+    return Plan(seed, 3, 2, 1, 5, 8, (Fault(at, how, node=2, seconds=200.0), lost))
 
 
 def _isolated(seed: int) -> Plan:
@@ -118,6 +127,10 @@ PLANTED_REFILL: dict[str, Any] = {
     "54: a removal is forgotten with the supervisor": (
         _forgotten,
         [(Withdrawals, "moves", _forgets)],
+    ),
+    "54: a removal is forgotten if another node is lost first": (
+        removed_while_another_is_lost,
+        [(ladder, "_wished", _nothing)],
     ),
     "44: ranks stay on a node that is drained": (_drained, [(Withdrawals, "moves", _nothing)]),
     "6: a run holds its nodes for ever": (

@@ -38,6 +38,11 @@ class Watched:
             self.story.feed(effect.event)
         return self.machine.moves(self.story.t)
 
+    def saves_first(self, ask: msg.Ask) -> None:
+        save, _ = self.machine.save_first(ask, self.story.t)
+        assert isinstance(save, Record)
+        self.story.feed(save.event)
+
     def asked(self, ask: msg.Ask) -> None:
         self.story.asked(ask.what, ask.node)
 
@@ -71,6 +76,7 @@ def test_the_ranks_of_a_drained_node_move_to_a_spare_and_slurm_gets_it_back() ->
     victim = next(name for name in state.placement if name != state.host)
     (ask,) = watched.seen(**{victim: WHY})
     assert (ask.what, ask.node, ask.by) == ("drain", victim, f"Slurm's administrator ({WHY})")
+    watched.saves_first(ask)
     assert watched.machine.moves(watched.story.t) == [], "once"
     watched.asked(ask)
     watched.story.stopped()
@@ -124,9 +130,7 @@ def test_nodes_that_are_drained_at_once_are_left_together_as_far_as_there_are_sp
     both = dict.fromkeys(state.placement, WHY)
     asks = watched.seen(**both)
     for ask in asks:
-        save, _ = watched.machine.save_first(ask, t)
-        assert isinstance(save, Record)
-        watched.story.feed(save.event)
+        watched.saves_first(ask)
     asks += watched.machine.moves(t)
     assert len(asks) == spares
     for ask in asks:
@@ -135,6 +139,37 @@ def test_nodes_that_are_drained_at_once_are_left_together_as_far_as_there_are_sp
     assert {*both} & {*state.placement} == {*both} - {ask.node for ask in asks}
     assert watched.story.incident.action == "swap"
     assert len(state.incidents) == 1
+
+
+@pytest.mark.parametrize(("spares", "action"), [(2, "swap"), (1, "requeue")])
+def test_a_node_that_a_user_removes_leaves_also_if_another_is_lost_first(spares: int, action: str) -> None:
+    watched = Watched(spares=spares)
+    story, (lost, victim) = watched.story, watched.story.state.placement
+    watched.saves_first(msg.Ask(what="drain", by="ada", node=victim))
+    story.lost(lost)
+    story.asked("drain", victim)
+    story.stopped()
+    assert story.incident.action == action
+    assert story.state.nodes[victim].role is Role.FAILED
+    assert story.state.nodes[victim].drained
+    assert f"also removed: {victim} (as requested)" in story.incident.why or action == "requeue"
+
+
+def test_a_drained_node_stays_if_another_needs_the_only_spare_and_is_left_once_there_is_one() -> None:
+    watched = Watched(spares=1, settings=Settings(refill=True))
+    story, (lost, victim) = watched.story, watched.story.state.placement
+    (ask,) = watched.seen(**{victim: WHY})
+    watched.saves_first(ask)
+    story.lost(lost)
+    watched.asked(ask)
+    story.stopped()
+    story.recovered(at_step=10, done=20)
+    assert victim in story.state.placement
+    assert watched.machine.moves(story.t) == []
+    story.feed(ev.RefillAsked(t=story.t, number=1))
+    story.feed(ev.RefillStarted(t=story.t, number=1, node="n9"))
+    story.join("n9")
+    assert [one.node for one in watched.machine.moves(story.t)] == [victim]
 
 
 def test_all_nodes_leave_that_a_user_removes_one_after_the_other() -> None:

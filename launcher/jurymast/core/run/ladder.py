@@ -60,6 +60,9 @@ def _decide(state: RunState, cause: Cause) -> Decision:
     if doubtful := failed_tests(state, bad, spares):
         bad += doubtful
         why += f"; also removed: {', '.join(doubtful)} (failed the tests before use)"
+    if wished := _wished(state, bad, spares):
+        bad += wished
+        why += f"; also removed: {', '.join(wished)} (as requested)"
     if not bad:
         if cause.kind in loops.PATIENT:
             wait_s = _pause_s(loops.patient_tries(state, cause), PATIENT_FIRST_S, PATIENT_MAX_S)
@@ -71,7 +74,8 @@ def _decide(state: RunState, cause: Cause) -> Decision:
         names = some(bad, NODES_TOLD)
         return Decision("swap", f"{why}: {names} out, a spare in", bad, wait_s, blames=blames)
     lost = any(state.nodes[name].role is Role.FAILED for name in bad)
-    must_go = lost or cause.kind == "drain_asked" or any(b.bad for b in blames)
+    asked = cause.kind == "drain_asked" or any(not state.nodes[name].going for name in wished)
+    must_go = lost or asked or any(b.bad for b in blames)
     fewer = len(state.placement) - len(bad) + len(spares)
     if not must_go or (blames and not lost and without_spare(state, fewer) == "stop"):
         # Blamed but alive, and nothing to put in its place: a requeue costs more than another try.
@@ -159,6 +163,15 @@ def spent(state: RunState, charged: str, *, coming: int = 0) -> str:
 
 def _left(state: RunState, cause: Cause) -> tuple[str, ...]:
     return tuple(name for name in state.placement if name == cause.node or name in state.findings.leave)
+
+
+def _wished(state: RunState, bad: Collection[str], spares: Collection[str]) -> tuple[str, ...]:
+    """Those that were asked to leave before something else ended the attempt. What is about to be used for
+    something else stays if there is no spare for it as well."""
+    left = [name for name in state.placement if name in state.findings.leave and name not in bad]
+    must = [name for name in left if not state.nodes[name].going]
+    may = [name for name in left if state.nodes[name].going]
+    return (*must, *may[: max(0, len(spares) - len(bad) - len(must))])
 
 
 def _bad_nodes(state: RunState, cause: Cause) -> tuple[tuple[str, ...], str]:

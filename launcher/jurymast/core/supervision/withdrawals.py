@@ -70,6 +70,8 @@ class Withdrawals:
             return []
         if now < state.rejoin_until:  # then ranks have been heard, and can save first
             return []
+        # These stayed: something else ended the attempt, and there was no spare for them as well.
+        self._asked -= state.places.keys() - state.to_remove.keys()
         for name, by in state.to_remove.items():
             if name not in self._asked:  # an earlier supervisor was lost between the save and the removal
                 return self._take_out(state.nodes[name], by, now)

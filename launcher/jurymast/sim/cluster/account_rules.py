@@ -106,6 +106,8 @@ class MissedRules:
     def answered(self, ask: msg.Ask, answer: msgspec.Struct) -> None:
         if isinstance(answer, msg.Accepted) and not answer.unwritten:
             self._accepted.append((ask.what, ask.node))
+            if ask.what == "drain":
+                self._oracle.withdrawals.accepted(ask.node)
 
     def at_the_end(self) -> None:
         entries = [*self._oracle.cluster.disk.entries()]

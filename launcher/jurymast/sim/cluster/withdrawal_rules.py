@@ -38,7 +38,12 @@ class WithdrawalRules:
         self._could_since: dict[str, float] = {}  # by rule
         self._steady_since: float | None = None
         self._wanted_since: float | None = None
+        self._to_leave: dict[str, int] = {}  # by user's request: in which life of the job
         self.skipped: set[int] = set()  # attempts in which memory had no room for a save
+
+    def accepted(self, node: str) -> None:
+        """A user was told that the node is to be removed. The job's next life may have it again."""
+        self._to_leave[node] = self._oracle.cluster.restarts
 
     def restored(self, group: SimGroup, step: int, done: int) -> None:
         """The group goes on from `step`; ranks had done `done` steps."""
@@ -84,7 +89,9 @@ class WithdrawalRules:
             oracle.fail(SAVED_AHEAD, f"{unwritten_s:.1f} s of steps are not, with ranks on {stays}")
 
     def _look_at_requests(self, supervisor: SimSupervisor, since: float, steady: bool) -> None:
-        now, wanted = self._oracle.cluster.world.now, supervisor.state.to_remove
+        now, restarts = self._oracle.cluster.world.now, self._oracle.cluster.restarts
+        stays = (name for name in supervisor.state.placement if self._to_leave.get(name) == restarts)
+        wanted = list(dict.fromkeys([*supervisor.state.to_remove, *stays]))
         if not (wanted and steady):
             self._wanted_since = None
         elif self._wanted_since is None:
