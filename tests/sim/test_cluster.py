@@ -398,6 +398,16 @@ def test_a_node_that_is_to_leave_leaves_also_if_another_is_lost_first(how: str) 
         assert not result.broken, result.broken
 
 
+def test_ranks_that_stand_still_for_a_move_wait_no_longer_than_until_their_save_is_known() -> None:
+    """What follows the save is decided with the message that completes it, not with the next look."""
+    for seed in range(5):
+        cluster = Cluster(Plan(seed, 3, 1, 1, 5, 8, (Fault(6.0, "drained", node=2, seconds=200.0),)))
+        cluster.run()
+        entries = [*cluster.disk.entries()]
+        (moved,) = (e["t"] for e in entries if e.get("event") == "Asked" and e["what"] == "drain")
+        assert moved in [e["t"] for e in entries if e.get("event") == "Saved"]
+
+
 @pytest.mark.parametrize("text", MENDED.values(), ids=MENDED)
 def test_a_plan_that_broke_a_rule_once_breaks_none(text: str) -> None:
     plan = Plan.from_json(text)

@@ -138,11 +138,12 @@ class Supervision:
         if isinstance(event, ev.Tick) and not decided and before == (self.state.phase, self.state.deadline):
             return out
         flush = flush or any(isinstance(one, Launch | Requeue | Finish) for one in decided)
-        out.append(Journal(event, tuple(decided), flush))
+        journal = Journal(event, tuple(decided), flush)
         self.agreement.on_event(event)
-        for instruction in decided:
-            out += self._carry_out(instruction, event.t)
-        return out
+        done = [effect for instruction in decided for effect in self._carry_out(instruction, event.t)]
+        # Written at the same time as the journal: an attempt that no journal knows of is found by its fence.
+        fences = [effect for effect in done if isinstance(effect, Fence)]
+        return [*out, *fences, journal, *(effect for effect in done if not isinstance(effect, Fence))]
 
     def _ahead_of(self, event: ev.Event) -> list[Effect]:
         """What to record before the first event that ends an attempt, and before the last one: how far its
@@ -208,9 +209,14 @@ class Supervision:
     def _saved(self, save: ev.Saved, now: float) -> list[Effect]:
         """Journal saves; regular ones from time to time, together."""
         if self._teller.on_saved(save, now):
-            return self.record(save)
+            return self.record(save) + self._after_saves_done(now)
         self.agreement.on_event(save)
-        return []
+        return self._after_saves_done(now)
+
+    def _after_saves_done(self, now: float) -> list[Effect]:
+        """What waited for saves that are done, or were not possible in time. Ranks may stand still for it."""
+        over = self.agreement.saved_first(now)
+        return [effect for by, in_time in over for effect in self._saved_first(by, in_time, now)]
 
     def _saved_first(self, why: str, in_time: bool, now: float) -> list[Effect]:
         """The requested save is complete, or was not possible in time."""
@@ -307,8 +313,7 @@ class Supervision:
         out += self._look_ahead(now)
         out += self._do(self.checkpoints.on_time(now), now)
         out += self._do(self.agreement.on_time(now, copying=self.checkpoints.writes.any_under_way), now)
-        for by, in_time in self.agreement.saved_first(now):
-            out += self._saved_first(by, in_time, now)
+        out += self._after_saves_done(now)
         out += self._do(self._hangs.on_time(now), now)
         out += self._do([*self._sick.on_time(now), *self._growing.on_time(now)], now)
         out += self._move_off(now)
