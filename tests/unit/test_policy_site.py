@@ -324,7 +324,10 @@ def test_without_a_file_what_is_in_force_is_checked(
     ("text", "told"),
     [
         ("health: {skip: [nvidai]}", "health.skip[0]: there is no probe nvidai (did you mean nvidia?)"),
-        ("health: {skip: [host, Storage]}", "health.skip[1]: there is no probe Storage (did you mean storage?)"),
+        (
+            "health: {skip: [host, Storage]}",
+            "health.skip[1]: there is no probe Storage (did you mean storage?)",
+        ),
         ("health: {skip: [gpu]}", "health.skip[0]: there is no probe gpu"),
         ("health: {thresholds: {clock-offset: 1}}", "health.thresholds.clock-offset: there is no threshold"),
         ("health: {xid: {79: broken}}", "health.xid.79: should be"),
