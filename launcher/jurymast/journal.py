@@ -34,7 +34,7 @@ from jurymast.rundir import RunDirectory, sync_directory
 
 # Version of the events, which `tests/data/golden/journal.txt` lists. A field that is added has a default, and
 # keeps the version; any other change raises it.
-VERSION = 10
+VERSION = 11
 # A shared file system that hangs must not stop the recovery: decisions wait this long for the disk.
 FLUSH_LIMIT_S = 0.5
 # What did not fit on the disk is tried again so often, and at the end for so long.

@@ -24,10 +24,14 @@ __all__ = ["checkpointer"]
 log = logging.getLogger("jurymast.checkpoint")
 
 
-def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
+def checkpointer(accelerator: Accelerator, *, training: Any = None, **options: Any) -> Checkpointer:
     """Return a Checkpointer for everything that the accelerator has prepared or that was registered for its
     checkpoints, and for the random generators; `options` are the Checkpointer's. Loaders are included if they
     have a state: with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
+
+    `training`: the prepared loader of the training, if there are several; in a run that goes on with fewer
+    nodes, the batches of all ranks together stay the same. Such a rank's batches are larger, as the loop
+    counts them.
 
     It saves only where gradients are synchronised, as gradients that are being accumulated are in no state:
     other calls of `step` only count samples (by default those of the loader, if there is one), and `save`
@@ -37,6 +41,7 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
     import jurymast
     from jurymast.checkpoint import RandomState
     from jurymast.errors import CheckpointError
+    from jurymast_accelerate.sharing import keep_batch
 
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
@@ -45,6 +50,7 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
             hint="use accelerator.save_state, or FSDP",
         )
 
+    differs = keep_batch(accelerator, training)
     sizes = [one.total_batch_size for one in accelerator._dataloaders if hasattr(one, "total_batch_size")]
     batch = sizes[0] if len(sizes) == len(accelerator._dataloaders) == 1 else 0
 
@@ -82,7 +88,10 @@ def checkpointer(accelerator: Accelerator, **options: Any) -> Checkpointer:
             "DataLoaderConfiguration(use_stateful_dataloader=True), or skip what was seen"
         )
     state = {f"{kind}-{number}": one for kind, all_ in found.items() for number, one in enumerate(all_)}
-    return Synchronised({**state, "accelerator": _Counters(accelerator), "random": RandomState()}, **options)
+    state |= {"accelerator": _Counters(accelerator), "random": RandomState()}
+    made = Synchronised(state, **options)
+    made.batch_is_kept(differs)
+    return made
 
 
 class _Counters:

@@ -30,6 +30,7 @@ import jurymast
 from jurymast.checkpoint import HeldRandomState
 from jurymast.errors import CheckpointError
 from jurymast_lightning import live, metrics
+from jurymast_lightning.sharing import Sharing
 
 log = logging.getLogger("jurymast.checkpoint")
 
@@ -45,19 +46,37 @@ class Checkpoints(Callback):
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._training: _Training | None = None
+        self._sharing: Sharing | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The first, so that other callbacks have their state before their own `on_fit_start`.
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+        if stage == "fit":
+            self._sharing = Sharing(trainer)
+            self._sharing.begin()  # a schedule may iterate over the loaders before `on_fit_start`
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse(trainer)
-        self._training = _Training(trainer, self, self._options)
+        assert self._sharing is not None
+        self._training = _Training(trainer, self, self._options, self._sharing)
         self._training.begin()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._sharing is not None:
+            self._sharing.batch_begins(batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if self._sharing is not None:
+            self._sharing.scale(loss)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _unwrap(trainer)
         self._training = None
+        if self._sharing is not None:
+            self._sharing.end()
+            self._sharing = None
 
 
 def _refuse(trainer: Trainer) -> None:
@@ -81,8 +100,10 @@ def _refuse(trainer: Trainer) -> None:
 class _Training:
     """One call of `Trainer.fit`, with its Checkpointer."""
 
-    def __init__(self, trainer: Trainer, callback: Checkpoints, options: Mapping[str, Any]) -> None:
-        self._trainer, self._callback = trainer, callback
+    def __init__(
+        self, trainer: Trainer, callback: Checkpoints, options: Mapping[str, Any], sharing: Sharing
+    ) -> None:
+        self._trainer, self._callback, self._sharing = trainer, callback, sharing
         self._shared, self._own = _Shared(trainer), _Own(trainer)
         self._random = HeldRandomState()
         optimizers = {f"optimizer-{n}": optimizer for n, optimizer in enumerate(trainer.optimizers)}
@@ -128,6 +149,7 @@ class _Training:
             fit_loop.on_run_end()
 
     def _reset(self, reset: Callable[[], None]) -> None:
+        self._checkpoint.batch_is_kept(self._sharing.differs)
         if self._between_epochs():
             _forget_restart(self._trainer.fit_loop)
         reset()
@@ -211,6 +233,8 @@ class _Training:
     def _batch(self) -> int:
         """The samples of a step, over all ranks; 0 where a step has no batch size of its own."""
         trainer = self._trainer
+        if self._sharing.samples is not None and len(trainer.optimizers) == 1:
+            return self._sharing.samples * trainer.accumulate_grad_batches
         sizes = [getattr(one, "batch_size", None) for one in _loaders(trainer.fit_loop)]
         if len(sizes) != 1 or not isinstance(sizes[0], int) or len(trainer.optimizers) != 1:
             return 0

@@ -23,6 +23,7 @@ import jurymast
 from jurymast.checkpoint import HeldRandomState
 from jurymast.errors import CheckpointError
 from jurymast.foreign import temporary_place
+from jurymast_transformers.sharing import Sharing
 
 NEEDED = (
     "_init_training_state", "_prepare_for_training", "_load_rng_state", "_load_from_checkpoint",
@@ -52,7 +53,7 @@ def train_on(trainer: Trainer, options: Mapping[str, Any]) -> Any:
         trainer.remove_callback(_Restoring)
 
 
-class _Resuming(Trainer):
+class _Resuming(Sharing):
     """Overrides methods of the Trainer's own class, which may be a user's. It saves after a step's evaluation
     and log line, or, for an epoch's last step, after those of the epoch."""
 
@@ -88,6 +89,7 @@ class _Resuming(Trainer):
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
         self._jurymast_checkpoint = jurymast.Checkpointer(state, **self.jurymast_options)
+        self._jurymast_checkpoint.batch_is_kept(self._jurymast_batch_differs)
         restored = self._jurymast_checkpoint.restore()
         self._jurymast_steps_an_epoch, self._jurymast_seen = steps_an_epoch, -1
         if restored:
@@ -99,7 +101,7 @@ class _Resuming(Trainer):
         if self._jurymast_progress.is_over:
             return epochs, 0  # what follows the last epoch is still to be done
         epoch, skipped = divmod(self.state.global_step, steps_an_epoch)
-        if restored and not has_length(self._jurymast_loader):
+        if restored and (self._jurymast_progress.moved or not has_length(self._jurymast_loader)):
             epoch, skipped = self._jurymast_progress.place()  # the Trainer takes all steps for one epoch then
         skipped = 0 if self.args.ignore_data_skip else skipped
         return epoch, skipped * self.args.gradient_accumulation_steps
@@ -124,7 +126,8 @@ class _Resuming(Trainer):
         of_epoch, self._jurymast_seen = step == self._jurymast_seen, step  # called once more at its end
         stops = self.control.should_training_stop or self.control.should_epoch_stop
         self._jurymast_progress.epoch_over = of_epoch
-        if of_epoch or not (stops or step % self._jurymast_steps_an_epoch == 0):
+        since = step - self._jurymast_progress.counts_from
+        if of_epoch or not (stops or since % self._jurymast_steps_an_epoch == 0):
             self._jurymast_checkpoint.step(step, **self._trained_on())
 
     def _trained_on(self) -> dict[str, float]:
@@ -170,6 +173,8 @@ class _Progress:
         # Which epoch this is, and the step at which it began. It may go on, or its end is done too.
         self._epoch, self._began, self.epoch_over = -1, 0, False
         self._goes_on = False
+        # Whether epochs have had steps of different sizes, as of different numbers of ranks.
+        self.moved = False
         self.evaluated = False  # before the restore, with loaders that are kept
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +183,7 @@ class _Progress:
         states = [[type(one).__name__, one.state()] for one in self._exportable()]
         evaluated = self.evaluated or bool(getattr(self._trainer, "_eval_dataloaders", None))
         epoch = {"epoch": self._epoch, "began": self._began, "epoch over": self.epoch_over}
-        epoch["evaluated"] = evaluated
+        epoch |= {"evaluated": evaluated, "ranks": self._trainer.jurymast_ranks, "moved": self.moved}
         return {"state": asdict(self._trainer.state), "callbacks": states, **epoch}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -203,8 +208,23 @@ class _Progress:
         self._epoch, self._began = self._held.get("epoch", 0), self._held.get("began", 0)
         self.epoch_over = self._held.get("epoch over", False)
         self._goes_on = not self.epoch_over
+        self._move(self._held.get("ranks"), bool(self._held.get("moved")))
         self.evaluated = self._held.get("evaluated", False)
         self._held = None
+
+    def _move(self, before: int | None, moved: bool) -> None:
+        """Have the epoch begin where it would have begun with steps of the present size. Where that is within
+        a step, that one is done again."""
+        now = self._trainer.jurymast_ranks
+        self.moved = moved or before not in (None, now)
+        if before not in (None, now):
+            done = self._trainer.state.global_step
+            self._began = done - (done - self._began) * before // now
+
+    @property
+    def counts_from(self) -> int:
+        """The step at which an epoch began, from which their ends can be told."""
+        return self._began if self.moved else 0
 
     def place(self) -> tuple[int, int]:
         """Return the epoch in which training goes on, and how many steps of it are done."""

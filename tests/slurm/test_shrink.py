@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support import constant_batch
 from support.runs import SCRIPTS
 from support.saves import check_restores
 from support.slurm_runs import SlurmRun, jurymast, policy_file, power_loss, submit
@@ -96,6 +97,34 @@ def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how
     assert code == 0, error
     assert "ran on 3 of 4 nodes for" in told
     wait_until("the end of the small jobs", lambda: "refill" not in queue(cluster), limit_s=120.0)
+
+
+FEWER = """nodes: {min: 2}
+nodes_policy: {refill: on, hold: 1s}
+health: {straggler: off}
+"""
+
+
+def test_a_framework_keeps_the_batch(cluster: Cluster, tmp_path: Path) -> None:
+    """Accelerate, from three nodes to two and back."""
+    pytest.importorskip("accelerate")
+    length = ("--samples", "300", "--epochs", "30")  # of 34 steps each
+    train = ("accelerate", *length, "--step-time", "0.05", "--save-every", "10 steps")
+    options = ("--nodes", "3", "--spares", "0", "--policy", policy_file(cluster, tmp_path, FEWER))
+    run = submit(cluster, tmp_path, *options, arguments=train, script=constant_batch.SCRIPT)
+    run.wait_safe(20)
+    with no_other_nodes(cluster, run):
+        safe = run.wait_safe(40)
+        power_loss(run, next(node for node in safe.placement if node != safe.host))
+        fewer = run.wait("two nodes", lambda s: len(s.placement) == 2 and s.incident is None, limit_s=400.0)
+        run.wait_step(fewer.step + 50)
+    run.wait("three nodes", lambda s: len(s.placement) == 3 and s.incident is None, limit_s=400.0)
+    state = run.wait_end(600.0)
+    assert state.exit_code == 0, run.story()
+    assert [one.action for one in state.incidents] == ["shrink", "grow"], run.story()
+    assert state.batch_differs is None
+    constant_batch.train(tmp_path / "whole", "accelerate", 3, *length, "--save-every", "2000 steps")
+    constant_batch.compare(cluster.shared / f"{tmp_path.name}.json", tmp_path / "whole")
 
 
 def compare(found: dict[int, tuple[float, int]], expected: dict[int, tuple[float, int]]) -> None:

@@ -39,6 +39,9 @@ class InstantCheckpointer:
             self._state.trees()
         return step
 
+    def batch_is_kept(self, why_not: str = "") -> None:
+        """Always is: there is one rank."""
+
     def step(self, step: int, *, samples: float = 0, tokens: float = 0) -> None:
         self._kept.samples += samples
         self._kept.tokens += tokens

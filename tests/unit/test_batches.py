@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jurymast.checkpoint.batch import BATCH_VARIABLE, RANKS_VARIABLE, RankBatch, batch
+from jurymast.core.state import events as ev
 from jurymast.errors import CheckpointError
+from jurymast.report.status import doubts
+from support.stories import Story
 
 
 def shares(samples: int, ranks: int, micro: int | None = None) -> list[RankBatch]:
@@ -58,3 +61,12 @@ def test_a_number_of_ranks_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(RANKS_VARIABLE, "many")
     with pytest.raises(CheckpointError, match="JURYMAST_RANKS=many"):
         batch(8, 0, 3)
+
+
+def test_status_says_why_the_batch_is_another_one_until_there_is_another_attempt() -> None:
+    story = Story(spares=0).running(3)
+    story.feed(ev.BatchDiffers(t=story.t, attempt=1, ranks=2, wanted=3, why="nobody knows its loader"))
+    said = "with 2 of 3 ranks the batch of a step is not what it was: nobody knows its loader"
+    assert said in doubts(story.state)
+    story.state.attempt = 2
+    assert said not in doubts(story.state)

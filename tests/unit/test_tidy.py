@@ -294,6 +294,7 @@ RULES: dict[Rule, tuple[Source, set[str]]] = {
             "tests/local/test_checkpointer.py",  # catches a save that lasts milliseconds
             "tests/scripts/checkpoint_ranks.py",  # trainings whose steps take time
             "tests/scripts/sum_ranks.py",
+            "tests/scripts/train_adapter.py",
             "tests/scripts/train_batch.py",
             "tests/scripts/train_by_itself.py",
             "tests/scripts/train_in_process.py",

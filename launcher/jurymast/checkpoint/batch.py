@@ -44,7 +44,7 @@ def batch(samples: int, rank: int, ranks: int, *, micro: int | None = None) -> R
     of the `ranks` that there are; `micro`: how many samples a rank takes at once, one more where shares
     differ; by default its share when the run has all its nodes. Raises CheckpointError if there are too few
     samples for the ranks."""
-    wanted = _wanted(ranks)
+    wanted = wanted_ranks(ranks)
     if micro is not None and micro < 1:
         raise CheckpointError(f"micro={micro}: a micro-batch has at least one sample")
     if samples < max(ranks, wanted):
@@ -55,16 +55,23 @@ def batch(samples: int, rank: int, ranks: int, *, micro: int | None = None) -> R
     # As many on each rank, because sharded parameters are gathered by all ranks together.
     largest = -(-samples // ranks)
     times = min(-(-largest // most), samples // ranks)
-    own = _part(range(samples), rank, ranks)
-    return RankBatch(samples, ranks, tuple(_part(own, number, times) for number in range(times)))
+    own = part_of(range(samples), rank, ranks)
+    return RankBatch(samples, ranks, tuple(part_of(own, number, times) for number in range(times)))
 
 
-def _part(whole: range, number: int, count: int) -> range:
+def part_of(whole: range, number: int, count: int) -> range:
     """Part `number` of `count`, which differ by one in size at the most."""
     return whole[len(whole) * number // count : len(whole) * (number + 1) // count]
 
 
-def _wanted(ranks: int) -> int:
+def is_kept(ranks: int) -> bool:
+    """Return whether `ranks` are fewer than the run has with all its nodes, and a step's batch is to stay the
+    same."""
+    return wanted_ranks(ranks) != ranks and os.environ.get(BATCH_VARIABLE) != "local"
+
+
+def wanted_ranks(ranks: int) -> int:
+    """How many ranks the run has with all its nodes, where it has `ranks` now."""
     text = os.environ.get(RANKS_VARIABLE, "")
     if not text:
         return ranks

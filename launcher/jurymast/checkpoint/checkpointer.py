@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jurymast import foreign
-from jurymast.checkpoint.batch import RankBatch, batch
+from jurymast.checkpoint.batch import RankBatch, batch, is_kept, wanted_ranks
 from jurymast.checkpoint.directory import one_line
 from jurymast.checkpoint.group import Candidate, Group, RankUnable, SaveResult
 from jurymast.checkpoint.image import foreseen_bytes
@@ -71,6 +71,7 @@ FIRST_MEMORY_S = 30.0
 FIRST_FREE_S = 2.0
 # How long a save that the script asked for waits for earlier ones to be safe.
 FREE_MEMORY_S = 30.0
+OWN_BATCH = "each rank's batch stays as it is, as the script does not ask Checkpointer.batch for its part"
 # How long a rank that cannot restore waits for the supervisor to end it.
 ENDED_WITHIN_S = 60.0
 
@@ -137,6 +138,8 @@ class Checkpointer:
         self._in_memory: bool | None = None
         self._waited_for_memory = False
         self._tried_to_claim = False
+        # Why a step's batch is not kept with fewer ranks; "" once somebody sees to it, or where it was said.
+        self._batch_differs = OWN_BATCH
         self._saved_step = -1
         # How long training stood still for the newest save, until that is accounted for.
         self._stall_s: float | None = None
@@ -191,6 +194,7 @@ class Checkpointer:
         if self.member is not None:
             self.member.step_begins(step)
         self._claim()
+        self._tell_of_batch()
         if samples or tokens:
             self._link.trained(float(samples), float(tokens))
         # Not before the first call: a script that only restores and saves shows its progress by its
@@ -220,8 +224,14 @@ class Checkpointer:
         CheckpointError if `samples` are too few.
         """
         group = self._open()
+        self._batch_differs = ""
         own = group.rank if rank is None else rank
         return batch(samples, own, group.size if ranks is None else ranks, micro=micro)
+
+    def batch_is_kept(self, why_not: str = "") -> None:
+        """For adapters of frameworks: they see to the batch of a step in a run with fewer nodes, or
+        `why_not`, which is said at the next step."""
+        self._batch_differs = why_not
 
     def save(self, step: int) -> bool:
         """Save `step` (as for the method `step`) now, unless it is saved already.
@@ -354,6 +364,16 @@ class Checkpointer:
                 size_bytes=saved.size_bytes, error=_short(saved.error),
             )
         )  # fmt: skip
+
+    def _tell_of_batch(self) -> None:
+        why, self._batch_differs = self._batch_differs, ""
+        group = self._open()
+        if why and group.rank == 0 and is_kept(group.size):
+            wanted = wanted_ranks(group.size)
+            log.warning(
+                "with %d of %d ranks the batch of a step is not what it was: %s", group.size, wanted, why
+            )
+            self._link.emit(within.BatchDiffers(ranks=group.size, wanted=wanted, why=_short(why)))
 
     # ---- restoring
 

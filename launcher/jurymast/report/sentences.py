@@ -290,6 +290,9 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
     "LossNotFinite": lambda e: f"rank {e['rank']} says that its loss at step {e['step']} is {e['loss']}",
+    "BatchDiffers": lambda e: (
+        f"the batch of a step differs while there are {e['ranks']} of {e['wanted']} ranks: {e['why']}"
+    ),
     "RanksEnded": _ranks_ended,
     "AttemptFound": lambda e: (
         f"{e['node'] or 'the run directory'} has attempt {e['attempt']}, which is not in the journal"

@@ -328,6 +328,11 @@ def doubts(state: RunState) -> list[str]:
             f"the loss was {loss.loss} at step {loss.step} (rank {loss.rank}): what was trained since is "
             "likely worthless" + "; `jurymast checkpoints` lists steps before it" * (not unprotected)
         )
+    if (differs := state.batch_differs) is not None and differs.attempt == state.attempt:
+        found.append(
+            f"with {differs.ranks} of {differs.wanted} ranks the batch of a step is not what it was: "
+            f"{differs.why}"
+        )
     if state.phase is Phase.SUCCEEDED and not state.stepped_first and not state.alone:
         found.append(
             "no rank did a training step (of an optimizer of torch, or by jurymast.step): was this the right "

@@ -485,6 +485,10 @@ def _loss_not_finite(state: RunState, event: ev.LossNotFinite) -> None:
     state.loss = state.loss or event
 
 
+def _batch_differs(state: RunState, event: ev.BatchDiffers) -> None:
+    state.batch_differs = event
+
+
 def _cold_start(state: RunState, event: ev.ColdStart) -> None:
     state.cold = event.why
 
@@ -662,6 +666,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[RunState, Any], list[Instruction] | No
     ev.BeganAt: _began_at,
     ev.GroupMade: _group_made,
     ev.LossNotFinite: _loss_not_finite,
+    ev.BatchDiffers: _batch_differs,
     ev.TimeOutSet: _time_out_set,
     ev.ColdStart: _cold_start,
     ev.SavesTo: _saves_to,

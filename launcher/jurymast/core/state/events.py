@@ -373,6 +373,16 @@ class LossNotFinite(Event, frozen=True, kw_only=True):
     loss: str
 
 
+class BatchDiffers(Event, frozen=True, kw_only=True):
+    """With `ranks` of `wanted` ranks the batch of a step is another one than with all, and `why`, although
+    the policy wants it kept."""
+
+    attempt: int
+    ranks: int
+    wanted: int
+    why: str
+
+
 class ColdStart(Event, frozen=True, kw_only=True):
     """A rank had to load everything itself, which took `seconds`, because the preloaded modules do not fit
     its script. Recorded once in a run; later attempts start without preloading."""

@@ -332,6 +332,7 @@ class RunState:
     unrestored: dict[StateId, int] = field(default_factory=dict)  # states: attempts that could not
     checkpoints: str = ""  # the shared directory to which the ranks save; "" for the run's own
     loss: ev.LossNotFinite | None = None  # the first that was not finite
+    batch_differs: ev.BatchDiffers | None = None  # the newest attempt's that said so
     cold: str = ""  # why ranks load everything by themselves, once one of them had to
     cadence: ev.CadenceSet | None = None  # what this attempt's ranks agreed on last
     to_remove: dict[str, str] = field(default_factory=dict)  # nodes, once ranks have saved: who requested it

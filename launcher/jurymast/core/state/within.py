@@ -93,6 +93,15 @@ class LossNotFinite(FromRank, frozen=True, kw_only=True):
     loss: str
 
 
+class BatchDiffers(FromRank, frozen=True, kw_only=True):
+    """A step's batch is not the one that it is with all `wanted` ranks, although the policy wants it kept,
+    and `why`. Said once by rank 0 of an attempt."""
+
+    ranks: int
+    wanted: int
+    why: str
+
+
 class RestoreWaits(FromRank, frozen=True, kw_only=True):
     """The storage of `path`, from which this rank restores, has not answered for `seconds`."""
 
@@ -166,6 +175,7 @@ ForSupervisor = (
     | Warned
     | TimeOutSet
     | LossNotFinite
+    | BatchDiffers
     | RestoreWaits
     | Unrestored
     | ColdStart

@@ -475,6 +475,8 @@ class Supervision:
             case within.LossNotFinite():
                 loss = ev.LossNotFinite(t=now, attempt=attempt, rank=rank, **fields)
                 return [] if self.state.loss else self.record(loss)
+            case within.BatchDiffers():
+                return self.record(ev.BatchDiffers(t=now, attempt=attempt, **fields))
             case within.RestoreWaits():
                 return self.record(ev.RestoreWaits(t=now, attempt=attempt, node=node, rank=rank, **fields))
             case within.Unrestored():
