@@ -473,7 +473,7 @@ def test_a_narrow_terminal_shows_rows_whole(tmp_path: Path, width: int | None) -
 # ---- how a run is named
 
 
-def test_a_run_is_named_by_its_beginning_or_as_the_last(tmp_path: Path) -> None:
+def test_a_run_is_named_by_its_beginning_by_the_name_in_it_or_as_the_last(tmp_path: Path) -> None:
     names = ["20261117-100000-gpt-abcd", "20261117-110000-gpt-beef", "20261118-090000-vit-cafe"]
     for name in names:
         Story(spares=0).running(1).write(tmp_path / name)
@@ -483,8 +483,12 @@ def test_a_run_is_named_by_its_beginning_or_as_the_last(tmp_path: Path) -> None:
     assert find_run(names[0], tmp_path).root.name == names[0]
     with pytest.raises(RunNotFoundError, match="begins the ids of 2 runs"):
         find_run("20261117", tmp_path)
-    with pytest.raises(RunNotFoundError):
+    assert find_run("vit", tmp_path).root.name == names[2]
+    assert find_run("beef", tmp_path).root.name == names[1]
+    with pytest.raises(RunNotFoundError, match=f"gpt is in the ids of 2 runs: {names[1]}, {names[0]}"):
         find_run("gpt", tmp_path)
+    with pytest.raises(RunNotFoundError, match="there is no run gp"):
+        find_run("gp", tmp_path)
     Story(spares=0).running(1).write(tmp_path / "last")
     assert find_run("last", tmp_path).root.name == "last", "a name comes first"
 

@@ -1,7 +1,9 @@
-"""Which run somebody means by its id or the beginning of it, by `last`, a Slurm job id, or a directory."""
+"""Which run somebody means by its id, the beginning of it, or the name in it, by `last`, a Slurm job id, or a
+directory."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from jurymast import foreign
@@ -9,6 +11,7 @@ from jurymast.core.state.texts import nearest, some
 from jurymast.errors import RunDirectoryError, RunNotFoundError
 from jurymast.rundir import RunDirectory, check_readable, default_runs, run_names
 
+_ID = re.compile(r"\d+-\d+-(.+)-([^-]+)")
 LAST = "last"  # the newest run, as RUN
 RUNS_TOLD = 4
 
@@ -28,9 +31,10 @@ def _all_ids(runs: Path) -> list[str]:
 
 
 def find_run(text: str, runs: Path | None = None) -> RunDirectory:
-    """The run that `text` names: by its whole name, or else by the beginning of one name among this user's
-    runs, or as `last`, the newest. Raises RunNotFoundError, which names similar runs, and RunDirectoryError
-    for a directory of that name that is not a run of this user."""
+    """The run that `text` names: by its whole id, or else by the beginning of one id among this user's runs,
+    by the name or the letters that only one has in it, or as `last`, the newest. Raises RunNotFoundError,
+    which names similar runs, and RunDirectoryError for a directory of that name that is not a run of this
+    user."""
     runs = default_runs() if runs is None else runs
     text = text.rstrip("/") or text  # a shell completes the name of a directory with a slash
     places = [foreign.behind_own_link(Path(text).expanduser().absolute())] if text else []
@@ -50,12 +54,13 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
     if "/" not in text and text and not foreign.is_directory(runs / text):
         ids = run_ids(runs)
         begin = ids[:1] if text == LAST else [name for name in ids if name.startswith(text)]
-        if len(begin) == 1:
-            return RunDirectory(runs / begin[0])
-        if begin:
-            told = some(begin, RUNS_TOLD)
+        meant = begin or [name for name in ids if text in _parts(name)]
+        if len(meant) == 1:
+            return RunDirectory(runs / meant[0])
+        if meant:
+            what = "begins the ids" if begin else "is in the ids"
             raise RunNotFoundError(
-                f"{text} begins the ids of {len(begin)} runs: {told}", hint="give more of it"
+                f"{text} {what} of {len(meant)} runs: {some(meant, RUNS_TOLD)}", hint="give more of the id"
             )
     for place in places:
         check_readable(place)
@@ -69,6 +74,12 @@ def find_run(text: str, runs: Path | None = None) -> RunDirectory:
             f"{places[0]} is not a run directory: it has no plan.json", hint=_hint(text, runs)
         )
     raise RunNotFoundError(f"there is no run {text or '(empty)'} in {runs}", hint=_hint(text, runs))
+
+
+def _parts(run: str) -> tuple[str, ...]:
+    """The name in a run's id, and the letters after it: `gpt` and `k3f9` of 20261117-100000-gpt-k3f9."""
+    found = _ID.fullmatch(run)
+    return found.groups() if found else ()
 
 
 def _hint(text: str, runs: Path) -> str:
