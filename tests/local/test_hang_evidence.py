@@ -86,6 +86,6 @@ def test_a_loader_worker_that_stops_before_the_first_step_is_named(
     (incident,) = state.incidents
     assert (incident.cause, incident.action, incident.rank) == ("hang", "restart", 1), incident.evidence
     # On a machine that is too busy for the rank to answer in time, at least this can be seen from outside.
-    where = r"waits at loader_stops\.py:\d+|without a stack .*, may wait"
+    where = r"waiting at loader_stops\.py:\d+|without a stack .*, may wait"
     why = r"for its DataLoader worker 0, which is stopped \(state T\)"
     assert re.search(rf"rank 1 ({where}) {why}", incident.evidence), incident.evidence

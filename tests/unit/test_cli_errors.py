@@ -354,7 +354,7 @@ def test_a_run_is_found_by_id_by_slurm_job_and_by_directory(
     ("text", "hint"),
     [
         ("20261120-100000-gpt-aaab", "did you mean 20261120-100000-gpt-aaaa?"),
-        ("gpt", "did you mean 20261120-100000-gpt-aaaa?"),
+        ("gp", "did you mean 20261120-100000-gpt-aaaa?"),
         ("99", "the newest runs are 20261120-100000-gpt-aaaa"),
         ("", "the newest runs are"),
         ("../x", "the newest runs are"),

@@ -150,7 +150,7 @@ WORKS, READS, NOTHING = (
 )
 
 
-HELD_UP = Place(BLOCKED, "waits at a.py:5 for its DataLoader worker 0")
+HELD_UP = Place(BLOCKED, "waiting at a.py:5 for its DataLoader worker 0")
 
 
 @pytest.mark.parametrize(
@@ -326,34 +326,34 @@ def test_torchdatas_loader_is_a_loader() -> None:
         (
             (LoaderWorker(0, "S", IDLE), LoaderWorker(1, "S", STUCK)),
             LOADER,
-            "waits at train.py:20 for its DataLoader worker 1, which is in __getitem__ at data.py:7",
+            "waiting at train.py:20 for its DataLoader worker 1, which is in __getitem__ at data.py:7",
         ),
         (
             (LoaderWorker(0, "S", IMPORTS),),
             LOADER,
-            "waits at train.py:20 for its DataLoader worker 0, which is in acquire at "
+            "waiting at train.py:20 for its DataLoader worker 0, which is in acquire at "
             "<frozen importlib._bootstrap>:1027",
         ),
         (
             (LoaderWorker(0, "S", NOT_BEGUN),),
             LOADER,
-            "waits at train.py:20 for its DataLoader worker 0, which has not begun: "
+            "waiting at train.py:20 for its DataLoader worker 0, which has not begun: "
             "in _run_after_forkers at util.py:170",
         ),
         (
             (LoaderWorker(0, "T"), LoaderWorker(1, "S", STUCK)),
             BLOCKED,
-            "waits at train.py:20 for its DataLoader worker 0, which is stopped (state T)",
+            "waiting at train.py:20 for its DataLoader worker 0, which is stopped (state T)",
         ),
         (
             (LoaderWorker(0, "Z"),),
             BLOCKED,
-            "waits at train.py:20 for its DataLoader worker 0, which has ended",
+            "waiting at train.py:20 for its DataLoader worker 0, which has ended",
         ),
         (
             (LoaderWorker(0, "D"),),
             LOADER,
-            "waits at train.py:20 for its DataLoader worker 0, which gave no stack (state D)",
+            "waiting at train.py:20 for its DataLoader worker 0, which gave no stack (state D)",
         ),
     ],
 )

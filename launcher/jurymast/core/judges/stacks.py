@@ -189,7 +189,7 @@ def behind(at: Place, workers: Sequence[LoaderWorker]) -> Place:
     told = ", ".join(f"worker {worker.number}, which {worker.trouble()}" for worker in holding[:PLACES_TOLD])
     if at.kind == UNKNOWN:
         return Place(UNKNOWN, f"{at.text}, may wait for its DataLoader {told}")
-    return Place(BLOCKED if dead else LOADER, f"waits at {at.where} for its DataLoader {told}", at.where)
+    return Place(BLOCKED if dead else LOADER, f"waiting at {at.where} for its DataLoader {told}", at.where)
 
 
 def stand(stack: Sequence[Frame], at: Place, busy: int = 0) -> RankPlace:
