@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -64,6 +65,14 @@ def test_whatever_a_kill_for_memory_leads_to_is_the_programs(report: ev.WorkerFa
     assert "after 1 out-of-memory kill in the node's cgroup" in cause.evidence
     again = attribute(found(failed("", rank=2, code=-9)))
     assert cause.signature == again.signature, "the kernel chooses another process each time"
+
+
+def test_an_allocation_in_c_that_ends_a_rank_is_one_of_memory() -> None:
+    report = msgspec.structs.replace(
+        failed("", code=-6, kills=0), log="terminate called ... | what():  std::bad_alloc"
+    )
+    assert attribute(found(report)).kind == "out_of_memory"
+    assert attribute(found(failed("", code=-6, kills=0))).kind == "worker_crash"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ TIMED_OUT = re.compile(
 )
 
 
+# A loader's worker had this exception, and torch's loader raises one of its own.
+_RAISED_AGAIN = r"(?:\w+: caught )?"
+BAD_ALLOC = r"std::bad_alloc"
 # What the "CLASS: message" of an exception says, by the class that it indicates; the first match counts.
 EXCEPTIONS = {
     "gpu_bad": r"uncorrectable (ecc|nvlink) error|\bgpu (is lost|has fallen off)|gpu requires reset",
@@ -63,7 +66,9 @@ EXCEPTIONS = {
         r"no cuda-capable device|cuda-capable device\(s\) is/are busy|system not yet initialized|"
         r"system has unsupported display driver|cuda driver initialization failed|cuda unknown error"
     ),
-    "gpu_out_of_memory": r"cuda.*out of memory|outofmemoryerror|hip.*out of memory",
+    "gpu_out_of_memory": (
+        r"cuda.*out of memory|outofmemoryerror|hip.*out of memory|\b(cu|hip|miopen|roc)\w*_alloc_failed"
+    ),
     "gpu_exception": (
         r"device-side assert|illegal memory access|illegal instruction was encountered|misaligned address|"
         r"unspecified launch failure|cublas_status_execution_failed"
@@ -76,8 +81,13 @@ EXCEPTIONS = {
         r"input/output error|stale file handle|read-only file system|\[errno (5|30|116)\]|"
         r"\[errno (107|108|110)\][^']*: '|pytorchstreamwriter failed"
     ),
-    "import_failed": r"^(import|modulenotfound)error|cannot open shared object file|undefined symbol",
-    "out_of_memory": r"^memoryerror|defaultcpuallocator: can't allocate|cannot allocate memory",
+    "import_failed": (
+        rf"^{_RAISED_AGAIN}(import|modulenotfound)error|cannot open shared object file|undefined symbol"
+    ),
+    "out_of_memory": (
+        rf"^{_RAISED_AGAIN}[\w.]*memoryerror|defaultcpuallocator: can't allocate|cannot allocate memory"
+        rf"|{BAD_ALLOC}"
+    ),
 }
 # The class instead, if the text names a path on the node itself.
 _ON_THE_NODE = {"storage_full": "disk_full", "storage_failed": "disk_failed"}
@@ -318,6 +328,8 @@ def _own_class(failure: WorkerFailed, around: Surroundings) -> str:
             return "shm_full"
         if number == 6 and TIMED_OUT.search(failure.log):
             return "collective_timeout"
+        if number == 6 and re.search(BAD_ALLOC, failure.log):
+            return OUT_OF_MEMORY
         return SIGNALS.get(number, "worker_killed")
     text = f"{failure.error}: {failure.message}"
     kind = exception_class(text, around.local_paths)
