@@ -118,6 +118,7 @@ def test_why_python_cannot_load_torch(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), signal.SIGILL)", r"SIGILL while Python loaded torch, at .*/torch\.py:2"),
         ("os.abort()", r"SIGABRT while Python loaded torch, at .*/torch\.py:2"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"SIGKILL while Python loaded torch"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 2)", r"signal 36 while Python loaded torch"),
         ("os._exit(3)", r"exit code 3 while Python loaded torch"),
         ("sys.exit('no licence')", r"no licence"),
     ],

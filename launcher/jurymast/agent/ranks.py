@@ -31,6 +31,7 @@ from jurymast.core.state import within
 from jurymast.core.state.findings import NETWORK, Finding, Verdict
 from jurymast.core.state.host_messages import Apart, FromHosts, read_host
 from jurymast.core.state.message import Unreadable
+from jurymast.core.state.texts import signal_name
 from jurymast.health.readings import Gains, memory_cgroups, oom_kills, where_kills_count
 from jurymast.jobs import has_ended
 from jurymast.processes import catches, die_with_parent, kill_group, process_state, shared_memory
@@ -524,7 +525,7 @@ async def unloadable(environment: dict[str, str], directory: str) -> str:
 def _why_not_loaded(code: int, lines: Sequence[str]) -> str:
     if code < 0:  # a library for another processor or of another build; the place is faulthandler's first
         places = [f", at {found[1]}:{found[2]}" for line in lines if (found := _CRASHED_AT.match(line))]
-        return f"{signal.Signals(-code).name} while Python loaded torch{''.join(places[:1])}"
+        return f"{signal_name(-code)} while Python loaded torch{''.join(places[:1])}"
     return (lines[-1] if lines else f"exit code {code} while Python loaded torch") if code else ""
 
 

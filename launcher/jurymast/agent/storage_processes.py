@@ -24,6 +24,7 @@ from jurymast.core.state import messages as msg
 from jurymast.core.state import within
 from jurymast.core.state.message import Unreadable
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import signal_name
 from jurymast.keeper.copies import remove_local_copies
 from jurymast.keeper.keeper import Keeper, Loan
 from jurymast.rundir import RunDirectory
@@ -173,7 +174,7 @@ class _Tier:
         if code == -signal.SIGKILL and self._oom_kills():
             return "the storage process was killed, because the memory of the job on this node ran out"
         if code is not None and code < 0:
-            return f"the storage process was killed by {signal.Signals(-code).name}"
+            return f"the storage process was killed by {signal_name(-code)}"
         return f"the storage process ended with {code}"
 
     async def kill(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -86,6 +87,14 @@ def spoken_s(seconds: float) -> str:
     if seconds >= 10.0:
         return f"{seconds:.0f} s"
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.3g} ms"
+
+
+def signal_name(number: int) -> str:
+    """Render a signal: SIGKILL; `signal 36` for one that has no name of its own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def request(what: str, node: str = "") -> str:
