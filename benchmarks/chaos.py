@@ -39,6 +39,7 @@ DIRECTORY = Path("/var/lib/jurymast-chaos")
 PLANS, QUICK_PLANS = 100, 2
 WANTED_KINDS = 21
 ALL = "all"
+SPARED = "recovered in process"
 
 
 @dataclass
@@ -83,6 +84,7 @@ def rows_of(campaign: Campaign) -> list[Row]:
         for case, times in {ALL: struck.total(), evidence.facts.slurm: struck.total(), **struck}.items():
             counts[case].update({"struck": times, outcome(evidence, found): 1})
         for incident in evidence.state.incidents:
+            counts[ALL][SPARED] += bool(incident.in_process)
             led = {one.kind for one in evidence.struck if may_be(one, incident)}
             if len(led) == 1 and incident.recovered_at is not None:
                 kind = led.pop()
@@ -93,9 +95,9 @@ def rows_of(campaign: Campaign) -> list[Row]:
                     samples[kind, "restored", "step"].append(incident.step_restored)
     rows = []
     for case in [ALL, *sorted(set(counts) - {ALL, *KINDS}), *(kind for kind in KINDS if kind in counts)]:
-        for metric in ("struck", *OUTCOMES):
+        for metric in ("struck", SPARED, *OUTCOMES):
             if n := counts[case][metric]:
-                unit = "times" if metric == "struck" else "runs"
+                unit = "runs" if metric in OUTCOMES else "times"
                 rows.append(Row(case, JURYMAST, metric, unit, n, n, n, n))
         for (kind, metric, unit), values in samples.items():
             if kind == case:
@@ -136,6 +138,7 @@ def options() -> argparse.ArgumentParser:
         help="after so much of it a node counts as lost; for a machine that is busy otherwise, where\n"
         "nodes that are well are silent for longer than the 1.5 s that jurymast waits",
     )  # fmt: skip
+    parser.add_argument("--in-process", action="store_true", help="ranks that live go on in their processes")
     parser.add_argument(
         "--slurm", nargs="+", default=[None], metavar="RELEASE",
         help="of Slurm: 24.11, 26.05; each plays its part of the plans [the system's]",
@@ -169,7 +172,8 @@ def _plans(arguments: argparse.Namespace) -> tuple[int | None, list[Plan]]:
         seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
         count = QUICK_PLANS if arguments.quick else arguments.plans
         drawn = [random_plan(one, only, arguments.faults) for one in seeds(seed, count)]
-    return seed, [replace(plan, silent_s=arguments.silence) for plan in drawn]
+    how = {"silent_s": arguments.silence, "in_process": arguments.in_process}
+    return seed, [replace(plan, **how) for plan in drawn]
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -15,6 +15,7 @@ from benchmarks.chaotic.faultlog import Struck, read_log
 from benchmarks.chaotic.plans import KINDS, NODE, RANK, Plan, cancels, destroys, loses_replicas
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
+from jurymast.core.state.images import LIVE
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import ENDED, Phase, RunState
 from jurymast.journal import events, initial_state, read
@@ -146,7 +147,8 @@ def _restores(evidence: Evidence) -> Iterator[str]:
             restored.add(event.attempt)
             damaged = any(one.damaged for one in evidence.struck)
             told = None if planned is None else planned.step
-            if told is None or (event.step != told and not (damaged and event.step < told)):
+            newer = event.tier == LIVE and told is not None and event.step > told
+            if told is None or (event.step != told and not newer and not (damaged and event.step < told)):
                 yield f"attempt {event.attempt} restored step {event.step}, and was told {told}"
         elif isinstance(event, ev.Progress) and event.attempt not in restored:
             restored.add(event.attempt)

@@ -139,6 +139,7 @@ class Plan:
     shared_s: float = 0.0  # from one checkpoint on shared storage to the next; 0.0: as jurymast likes
     silent_s: float = 0.0  # after so much silence a node counts as lost; 0.0: as jurymast likes
     steps: int = STEPS
+    in_process: bool = False  # ranks that live go on in their processes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -148,6 +148,7 @@ def _submitted(at: Stage, plan: Plan, name: str) -> tuple[Path, int, Path, Path]
         "--orders", str(orders), "--checkpoints", str(at.share / name), "--out", str(out),
     ]  # fmt: skip
     train += ["--loader"] if plan.loader else []
+    train += ["--in-process"] if plan.in_process else []
     options = ("--nodes", str(plan.active), "--spares", str(plan.spares), "--partition", "low")
     inside, job = _submit(at, at.runs / name, *options, "--policy", str(policy), train=train)
     return inside, job, orders, out

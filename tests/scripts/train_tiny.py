@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ parser.add_argument("--tell-saves", action="store_true", help="every rank prints
 parser.add_argument("--buffer-mib", type=int, default=0, help="of state, besides the model's, on each rank")
 parser.add_argument("--slurm", action="store_true", help="ranks are Slurm's tasks, as where srun starts them")
 parser.add_argument("--until", type=Path, help="ends with the next twenty steps once this file is there")
+parser.add_argument("--in-process", action="store_true", help="ranks that live go on in their processes")
 parser.add_argument("--out", type=Path, default=None, help="JSON with the final weights' sha256")
 
 
@@ -234,6 +236,54 @@ def end_plainly() -> None:
     os._exit(0)
 
 
+def parallel(model: nn.Module) -> nn.Module:
+    """Looking for unused parameters keeps DDP from rebuilding its buckets after the first step, which sums
+    gradients of more than two ranks in another order than the first step after a restart does."""
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+@dataclass
+class Training:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    data: Counter
+    checkpoint: jurymast.Checkpointer | None
+
+
+def trained(args: argparse.Namespace, parts: Training, start: int) -> int:
+    """Train from the step `start` on, and return how many steps are done then."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, checkpoint, done = parts.model, parts.checkpoint, start
+    if dist.is_initialized() and args.in_process:
+        model = parallel(model)
+    data_set = Batches(start, rank, args.batch, args.width)
+    loader = torch.utils.data.DataLoader(data_set, batch_size=None, num_workers=1) if args.loader else None
+    batches = iter(data_set if loader is None else loader)
+    for step in range(start, args.steps):
+        if told_to_end(args.until, step):
+            break
+        began = time.monotonic()
+        misbehave(args, step, rank)
+        inputs, targets = (one.to(args.device) for one in next(batches))
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        parts.optimizer.zero_grad()
+        loss.backward()
+        parts.optimizer.step()
+        parts.schedule.step()
+        parts.data.draw(args.batch)
+        done = step + 1
+        if args.step_time:
+            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
+        if checkpoint:
+            checkpoint.step(step + 1, samples=args.samples, tokens=64 * args.samples)
+            if args.tell_saves and checkpoint._saved_step == step + 1:
+                print(f"saved {step + 1}", flush=True)
+        if rank == 0 and (step + 1) % 10 == 0:
+            print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
+    return done
+
+
 def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -250,48 +300,27 @@ def main() -> None:
     layers = [nn.Sequential(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(args.layers)]
     model: nn.Module = nn.Sequential(*layers, nn.BatchNorm1d(args.width), nn.Linear(args.width, args.width))
     model.to(args.device)
-    if distributed:
-        # Looking for unused parameters keeps DDP from rebuilding its buckets after the first step, which
-        # sums gradients of more than two ranks in another order than the first step after a restart does.
-        model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    if distributed and not args.in_process:
+        model = parallel(model)
     optimizer = optimizer_for(args.optimizer, model)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 30])
     data = Counter(rank, args.buffer_mib, args.device)
     checkpoint = None
-    start = 0
     if args.save_every != "never":
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data}
         checkpoint = jurymast.Checkpointer(
             state, directory=args.checkpoints, every=args.save_every, keep=args.keep
         )
-        start = checkpoint.restore()
-        if rank == 0:
+
+    def train(start: int) -> tuple[int, int]:
+        if checkpoint and rank == 0:
             print(f"restored {start}", flush=True)
-    done = start
-    data_set = Batches(start, rank, args.batch, args.width)
-    loader = torch.utils.data.DataLoader(data_set, batch_size=None, num_workers=1) if args.loader else None
-    batches = iter(data_set if loader is None else loader)
-    for step in range(start, args.steps):
-        if told_to_end(args.until, step):
-            break
-        began = time.monotonic()
-        misbehave(args, step, rank)
-        inputs, targets = (one.to(args.device) for one in next(batches))
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        data.draw(args.batch)
-        done = step + 1
-        if args.step_time:
-            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
-        if checkpoint:
-            checkpoint.step(step + 1, samples=args.samples, tokens=64 * args.samples)
-            if args.tell_saves and checkpoint._saved_step == step + 1:
-                print(f"saved {step + 1}", flush=True)
-        if rank == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
+        return start, trained(args, Training(model, optimizer, schedule, data, checkpoint), start)
+
+    if args.in_process and checkpoint:
+        start, done = checkpoint.run(train)
+    else:
+        start, done = train(checkpoint.restore() if checkpoint else 0)
     if data.drawn != done * args.batch:
         raise SystemExit(f"rank {rank} drew {data.drawn} samples of {done * args.batch}")
     if rank == 0 and args.out:
