@@ -405,6 +405,7 @@ def initial_state(plan: RunPlan) -> RunState:
         submitted_at=plan.submitted_at,
         requeue_allowed=plan.requeue,
         may_refill=plan.may_refill,
+        pooled=plan.pooled,
         nodes_min=plan.nodes_min,
         signal_s=plan.signal_s,
         timeouts_most=plan.timeouts,

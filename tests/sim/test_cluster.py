@@ -24,7 +24,7 @@ from jurymast.errors import UsageError
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, run
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
-from jurymast.sim.cluster.plans import Fault, Plan, random_plan, refilled_plan
+from jurymast.sim.cluster.plans import Fault, Plan, pooled_plan, random_plan, refilled_plan
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Process, World, WritePlace
 from support.planted import (
@@ -376,6 +376,16 @@ def test_no_rule_is_broken_where_small_jobs_bring_other_nodes() -> None:
         brought = [*cluster.sites][plan.nodes :]
         held += cluster.restarts == 0 and bool(brought)
     assert held > 10, "runs go on with nodes that small jobs bring"
+
+
+@pytest.mark.timeout(900)  # on a busy machine
+def test_no_rule_is_broken_where_runs_share_a_pool() -> None:
+    claimed = 0
+    for seed in range(60):
+        cluster = Cluster(pooled_plan(seed))
+        cluster.run()
+        claimed += cluster.team.claimed
+    assert claimed > 10, "runs take nodes that wait"
 
 
 @pytest.mark.timeout(900)  # on a busy machine

@@ -217,7 +217,7 @@ def test_a_run_asks_for_each_node_that_it_lost_and_for_one_after_the_other(askin
     assert [(one.number, one.exclude) for one in asking.asks()] == [(1, ("n1", "n2", "n3"))]
     assert asking.tick(5.0) == [LookAtSmallJobs()], "the first is not answered yet"
     asking.looked()
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     asking.tick(10.0)
     assert asking.asks() == [], "the first has no node yet"
     asking.looked(SmallJob(1, "10", "n9"))
@@ -229,7 +229,7 @@ def test_a_run_asks_for_each_node_that_it_lost_and_for_one_after_the_other(askin
 def test_the_small_job_of_a_node_that_is_lost_is_ended(asking: Asking) -> None:
     asking.lose("n1")
     asking.tick()
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     asking.took(asking.machine.on_agent_joins(1, "n9", asking.story.t))
     asking.story.join("n9")
     assert asking.tick(60.0) == []
@@ -244,7 +244,7 @@ def test_a_small_job_is_ended_again_if_slurm_did_not_hear_of_it(asking: Asking) 
     asking.lose("n1")
     for number, node in ((1, "n9"), (2, "n8")):
         asking.tick()
-        asking.took(asking.machine.on_node_asked(number, f"{number}0", "", asking.story.t))
+        asking.took(asking.machine.on_node_asked(number, SmallJob(number, f"{number}0"), "", asking.story.t))
         asking.took(asking.machine.on_agent_joins(number, node, asking.story.t))
         asking.story.join(node)
         if number == 1:
@@ -261,7 +261,7 @@ def test_a_small_job_is_ended_again_if_slurm_did_not_hear_of_it(asking: Asking) 
 def test_a_node_is_not_needed_any_more_if_the_lost_one_returns(asking: Asking) -> None:
     asking.lose("n1")
     asking.tick()
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     asking.story.join("n1")
     assert EndSmallJob("10") in asking.tick()
     assert (asking.story.state.refills, asking.story.state.refill_failures) == ({}, 0)
@@ -272,7 +272,7 @@ def test_a_refusal_is_followed_by_another_try_after_a_while(asking: Asking) -> N
     for number in range(1, refill.FAILURES_MAX + 1):
         asking.tick(refill.RETRY_S)
         assert [one.number for one in asking.asks()] == [number]
-        asking.took(asking.machine.on_node_asked(number, "", "too many jobs", asking.story.t))
+        asking.took(asking.machine.on_node_asked(number, None, "too many jobs", asking.story.t))
     asking.tick(refill.RETRY_S)
     assert asking.asks() == []
     asking.tick(refill.ASK_AGAIN_S)
@@ -308,7 +308,7 @@ def test_a_small_job_that_slurm_never_took_is_not_waited_for() -> None:
 def test_a_small_job_that_ends_before_its_node_joins_is_noticed(asking: Asking) -> None:
     asking.lose("n3")
     asking.tick()
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     asking.tick(10.0)
     asking.looked(SmallJob(1, "10", "n9"))
     node = asking.story.state.nodes["n9"]
@@ -325,14 +325,14 @@ def test_an_agent_may_join_before_slurm_was_asked_where_it_is(asking: Asking) ->
     asking.took(asking.machine.on_agent_joins(1, "n9", asking.story.t))
     asking.story.join("n9")
     assert refill.lacking(asking.story.state) == 0
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     assert asking.story.state.refills[1].job == "10"
 
 
 def test_slurm_s_silence_changes_nothing(asking: Asking) -> None:
     asking.lose("n3")
     asking.tick()
-    asking.took(asking.machine.on_node_asked(1, "10", "", asking.story.t))
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", asking.story.t))
     assert asking.tick(10.0) == [LookAtSmallJobs()]
     asking.took(asking.machine.on_small_jobs(None, asking.story.t))
     assert [*asking.story.state.refills] == [1]

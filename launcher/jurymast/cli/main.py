@@ -31,6 +31,7 @@ COMMANDS = {
     "save": "Save a checkpoint of a run now.",
     "drain": "Replace a node of a run by a spare.",
     "nodes": "Show the history of each node over all runs.",
+    "pool": "Show the nodes that wait for any of my runs.",
     "fleet": "Show goodput, failures and losses of all runs together.",
     "doctor": "Check whether this site is ready, and what to do if not.",
     "health": "Check this machine with the health probes.",

@@ -19,7 +19,7 @@ from typing import Any
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation
 from jurymast.cluster.control import ends_in_s, outlive_memory, time_of
-from jurymast.cluster.sbatch import VISIBLE, split_command_line, words_of
+from jurymast.cluster.sbatch import VISIBLE, CommandLine, split_command_line, words_of
 from jurymast.cluster.sbatch_command import accepted, sbatch
 from jurymast.core.judges import slurm_variables
 from jurymast.core.state.settings import RunPlan
@@ -48,7 +48,7 @@ LEAST_S = 120.0
 # How long sbatch may take. One that has submitted the job after all is noticed when Slurm is next asked.
 ASK_LIMIT_S = 60.0
 # In these states it has, or may get, its node; before the last it has none.
-_ALIVE = {"PENDING": False, "CONFIGURING": False, "RUNNING": True, "SIGNALING": True, "SUSPENDED": True}
+ALIVE = {"PENDING": False, "CONFIGURING": False, "RUNNING": True, "SIGNALING": True, "SUSPENDED": True}
 # GPUs, and what a node's prolog, or its system, sets.
 DEVICES = frozenset({*VISIBLE, "GPU_DEVICE_ORDINAL"})
 OF_A_PLACE = frozenset({"HOSTNAME", "TMPDIR", "XDG_RUNTIME_DIR"})
@@ -90,24 +90,48 @@ def command(
 ) -> list[str]:
     """sbatch's command line: the run's own options for one node, so long as the run has left (`left_s`;
     infinity: no limit; None: unknown), and none of the nodes of `exclude`."""
+    limit = [] if left_s is None else ["UNLIMITED" if left_s == math.inf else str(math.ceil(left_s / 60.0))]
     folder = RunDirectory(plan.directory).submission
-    line = split_command_line((*plan.head_options, *plan.sbatch_options), {})
-    words = ["sbatch", "--parsable", *words_of(line.options, OF_THE_RUN)]
-    if (gpus := line.last("gpus")) is not None:
-        words.append(f"--gpus={slurm_variables.scaled(gpus, 1, plan.nodes)}")
-    partition = allocation.partition or line.last("partition")
+    arguments = (plan.directory, str(number), allocation.key)
+    return [
+        *for_one_node(plan, allocation, exclude), *(f"--time={one}" for one in limit),
+        f"--chdir={folder}", f"--output={folder}/refill-%j.log", f"--job-name={job_name(plan, number)}",
+        wrapping("jurymast.cluster.refill", *arguments, python=plan.python),
+    ]  # fmt: skip
+
+
+def for_one_node(plan: RunPlan, allocation: Allocation, exclude: Sequence[str]) -> list[str]:
+    """The part of such a command line that says which node is asked for."""
+    words = ["sbatch", "--parsable", *own_options(plan)]
+    partition = partition_of(plan, allocation)
     words += [f"--partition={partition}"] if partition else []
-    if left_s is not None:
-        words.append(f"--time={'UNLIMITED' if left_s == math.inf else math.ceil(left_s / 60.0)}")
     out = tuple(dict.fromkeys((*plan.excluded_at(time.time()), *exclude)))
     words += [f"--exclude={compressed(out)}"] if out else []
     words += ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
-    words += outlive_memory()
-    words += [f"--chdir={folder}", f"--output={folder}/refill-%j.log", "--open-mode=append"]
-    words.append(f"--job-name={job_name(plan, number)}")
-    arguments = (plan.directory, str(number), allocation.key)
-    inside = run_module("jurymast.cluster.refill", *arguments, python=plan.python)
-    return [*words, f"--wrap=exec {shlex.join(inside)}"]
+    return [*words, *outlive_memory(), "--open-mode=append"]
+
+
+def given(plan: RunPlan) -> CommandLine:
+    """What the run was submitted with."""
+    return split_command_line((*plan.head_options, *plan.sbatch_options), {})
+
+
+def own_options(plan: RunPlan) -> list[str]:
+    """Of the run's own options those that each node is asked for with."""
+    line = given(plan)
+    words = words_of(line.options, OF_THE_RUN)
+    if (gpus := line.last("gpus")) is not None:
+        words.append(f"--gpus={slurm_variables.scaled(gpus, 1, plan.nodes)}")
+    return words
+
+
+def partition_of(plan: RunPlan, allocation: Allocation) -> str:
+    return allocation.partition or given(plan).last("partition") or ""
+
+
+def wrapping(module: str, *arguments: str, python: str) -> str:
+    """sbatch's option by which the job is this module of ours."""
+    return f"--wrap=exec {shlex.join(run_module(module, *arguments, python=python))}"
 
 
 def look(plan: RunPlan) -> list[SmallJob]:
@@ -122,9 +146,9 @@ def found_in(told: str, prefix: str) -> list[SmallJob]:
     for line in told.splitlines():
         job, state, node, starts, name = (*line.strip().split("|", 4), "", "", "", "", "")[:5]
         number = name.removeprefix(prefix)
-        if name == number or not number.isdecimal() or state not in _ALIVE:
+        if name == number or not number.isdecimal() or state not in ALIVE:
             continue
-        runs = _ALIVE[state]
+        runs = ALIVE[state]
         found.append(SmallJob(int(number), job, node if runs else "", None if runs else time_of(starts)))
     return found
 
@@ -161,16 +185,21 @@ def root_file_system() -> str:
 
 def keep_variables(directory: RunDirectory, plan: RunPlan, variables: Mapping[str, str]) -> None:
     """Keep what Slurm has told an agent of the run's own job, for those that come later; of a batch script's
-    agent all that its step has set. Best effort."""
-    told = {n: value for n, value in variables.items() if plan.batch or slurm_variables.OF_A_JOB.match(n)}
+    agent all that its step has set, and of one whose node may come from a pool all, because what waits there
+    has another run's. Best effort."""
+    whole = plan.batch or plan.pooled
+    told = {n: value for n, value in variables.items() if whole or slurm_variables.OF_A_JOB.match(n)}
     with suppress(OSError):
         write_json(variables_file(directory), {"root": root_file_system(), "variables": told})
 
 
-def variables_in(own: Mapping[str, str], told: Mapping[str, str], number: int, nodes: int) -> dict[str, str]:
+def variables_in(
+    own: Mapping[str, str], told: Mapping[str, str], number: int, nodes: int, *, pooled: bool = False
+) -> dict[str, str]:
     """The environment of the agent of small job `number`, which has the variables `own`: it sees the job of
-    the run, which has so many `nodes`, as its agents were `told`, and its number is no other's."""
-    kept = {name: value for name, value in own.items() if not _of_the_run(name)}
+    the run, which has so many `nodes`, as its agents were `told`, and its number is no other's. `pooled`: of
+    its own it keeps only what Slurm and the node have set, because another run may have submitted it."""
+    kept = {n: value for n, value in own.items() if not (_of_the_run(n) or (pooled and not _of_the_node(n)))}
     theirs = {name: value for name, value in told.items() if not (OF_A_NODE.match(name) or name in DEVICES)}
     for name in OF_A_PLACE & theirs.keys():
         del theirs[name]
@@ -182,6 +211,10 @@ def variables_in(own: Mapping[str, str], told: Mapping[str, str], number: int, n
 def _of_the_run(name: str) -> bool:
     ours = OF_A_NODE.match(name) or slurm_variables.OF_THE_USER.match(name)
     return name.startswith("SLURM") and not ours
+
+
+def _of_the_node(name: str) -> bool:
+    return name.startswith("SLURM") or name in DEVICES or name in OF_A_PLACE
 
 
 def main(run_directory: str, number: str, key: str) -> int:
@@ -200,7 +233,8 @@ def main(run_directory: str, number: str, key: str) -> int:
     if told["root"] != root_file_system():
         log.error("the run's agents are in a container (%s at /), and this one is not", told["root"])
         return 1
-    variables = variables_in(os.environ, told["variables"], int(number), len(allocation.nodes))
+    nodes = len(allocation.nodes)
+    variables = variables_in(os.environ, told["variables"], int(number), nodes, pooled=plan.pooled)
     agent = ["jurymast.agent", run_directory, "--refill", number, "--end-as", "refill"]
     command = run_module(*agent, python=plan.python)
     os.execve(command[0], command, variables)

@@ -63,6 +63,8 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
         yield ("health", "data"), "is looked at by the probe storage, which health.skip leaves out"
     if policy.health.xid and "nvidia" in policy.health.skip:
         yield ("health", "xid"), "is for the probe nvidia, which health.skip leaves out"
+    if policy.pool.nodes and not policy.pool.directory:
+        yield ("pool", "nodes"), "needs pool.directory, in which these nodes tell that they wait"
     yield from _switched_off(policy, meant)
 
 
@@ -70,8 +72,10 @@ def _switched_off(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key,
     """Keys that do nothing while another one has the value that somebody gave it. A site may well prepare the
     one and leave the other as it is."""
     hold, drain = ("nodes_policy", "hold"), policy.nodes_policy.bad == "drain"
+    refill = ("nodes_policy", "refill")
     for key, by, off, effect in (
-        (hold, ("nodes_policy", "refill"), not policy.nodes_policy.refill, "nodes_policy.refill is off"),
+        (hold, refill, not policy.nodes_policy.refill, "nodes_policy.refill is off"),
+        (("pool", "nodes"), refill, not policy.nodes_policy.refill, "nodes_policy.refill is off"),
         (("nodes", "batch"), ("nodes", "min"), not policy.nodes.min, "nodes.min is off"),
         (("nodes_policy", "spool"), ("nodes_policy", "bad"), not drain, "nodes_policy.bad is not drain"),
     ):

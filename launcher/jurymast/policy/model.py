@@ -432,6 +432,22 @@ class Nodes(Section):
     )
 
 
+class Pool(Section):
+    directory: str = _key(
+        "", "a directory on shared storage, for you alone, in which nodes tell that they wait"
+    )
+    nodes: Annotated[int, _Written(read_one_or_more, _ONE_OR_MORE, off=0)] = _key(
+        False, "with refill: how many nodes wait in jobs of their own for any run with the same directory"
+    )
+    idle: Duration = _key("10m", "time without a run, after which these jobs end")
+
+    @model_validator(mode="after")
+    def absolute(self) -> Pool:
+        if self.directory and not self.directory.startswith("/"):
+            raise ValueError(f"{written(self.directory)} is not an absolute path")
+        return self
+
+
 class Network(Section):
     encrypt: OnOff = _key(False, "on: images are encrypted between nodes")
 
@@ -497,6 +513,7 @@ class Policy(Section):
     failures: Failures = _key({}, "failure rate and restart budgets")
     nodes: Nodes = _key({}, "with how many nodes a run goes on")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes, and in place of lost ones")
+    pool: Pool = _key({}, "nodes that wait, which a team's runs share")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
     metrics: Metrics = _key({}, "where the run's metrics are given out")

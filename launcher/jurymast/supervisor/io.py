@@ -123,9 +123,13 @@ class Io(Protocol):
     async def give_back(self, job: str, node: str) -> bool:
         """Release a node; returns whether it is gone. Raises ClusterUnavailableError."""
 
-    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
-        """Submit small job `number`, which brings a node besides `exclude`; returns its id. Raises
-        JurymastError."""
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> SmallJob:
+        """Take a node of the pool as small job `number`, or submit one that brings a node; none of `exclude`.
+        Raises JurymastError."""
+
+    async def top_up_pool(self, exclude: tuple[str, ...]) -> tuple[list[str], str]:
+        """Submit what the pool lacks, on none of these nodes; returns the jobs, and what went wrong, or "".
+        Raises JurymastError."""
 
     async def small_jobs(self) -> list[SmallJob]:
         """Return those of the run that wait or run. Raises ClusterUnavailableError."""

@@ -23,12 +23,13 @@ from typing import Any, TypeVar
 import jurymast
 from jurymast import foreign
 from jurymast.checkpoint.directory import BadCheckpoint, CheckpointDirectory
-from jurymast.cluster import control, refill, reservations
+from jurymast.cluster import control, pool, refill, reservations
 from jurymast.cluster.allocation import Allocation, announced_by
 from jurymast.cluster.batch import SIGNALS
 from jurymast.cluster.control import Ending, ended_as, kill_wait_s
 from jurymast.cluster.signals import WARNINGS
 from jurymast.core.checkpoints.commit import Rollback
+from jurymast.core.judges.pool import PoolMember, PoolNeed
 from jurymast.core.run.ends import unexplained
 from jurymast.core.state import events as ev
 from jurymast.core.state.images import StateId
@@ -37,9 +38,11 @@ from jurymast.core.state.run import RunState
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.supervision.ahead import Reservation
 from jurymast.core.supervision.refilling import SmallJob
+from jurymast.errors import RunDirectoryError
 from jurymast.journal import JournalWriter, first_events
 from jurymast.reading import patiently
 from jurymast.rundir import RunDirectory, renew, write_json
+from jurymast.supervisor.claiming import Taking
 from jurymast.supervisor.io import Accept, Journal
 from jurymast.wire import endpoint
 from jurymast.wire.channel import Channel, Listener
@@ -82,6 +85,47 @@ class Takeover:
     silent_since: float
 
 
+class RealPool:
+    """See `supervisor.claiming.PoolAccess`."""
+
+    def __init__(self, plan: RunPlan, allocation: Allocation, number: int, exclude: tuple[str, ...]) -> None:
+        self._plan, self._allocation, self._exclude = plan, allocation, exclude
+        self._claim = pool.PoolClaim(
+            run=plan.run, directory=plan.directory, number=number, key=allocation.key
+        )
+        self._place = pool.PoolDirectory(plan.settings.pool_directory)
+
+    def now(self) -> float:
+        return time.time()
+
+    async def need(self) -> PoolNeed:
+        return await asyncio.to_thread(pool.need_of, self._plan, self._allocation, self._exclude)
+
+    async def waiting(self) -> list[PoolMember]:
+        return await self._ask(self._place.members)
+
+    async def take(self, job: str) -> bool:
+        return await self._ask(partial(self._place.take, job))
+
+    async def tell(self, member: PoolMember) -> None:
+        await self._ask(partial(self._place.tell, member, self._claim))
+
+    async def answered(self, job: str) -> bool:
+        return await self._ask(partial(self._place.answered, job))
+
+    async def withdraw(self, job: str) -> bool:
+        return await self._ask(partial(self._place.withdraw, job))
+
+    async def end(self, job: str) -> None:
+        await asyncio.to_thread(refill.end, job)
+
+    async def _ask(self, what: Callable[[], T]) -> T:
+        try:
+            return await asyncio.to_thread(what)
+        except OSError as error:
+            raise RunDirectoryError(f"pool.directory {self._place.root}: {error}") from error
+
+
 class RunFiles:
     """See `supervisor.io.FileAccess`."""
 
@@ -121,6 +165,7 @@ class RealIo:
         listeners: Sequence[socket.socket] = (),
         takeover: Takeover | None = None,
     ) -> None:
+        self._taking = Taking()
         self.node = takeover.node if takeover else allocation.host
         self.allocation = allocation.key
         self.files = RunFiles(directory)
@@ -216,8 +261,16 @@ class RealIo:
     async def give_back(self, job: str, node: str) -> bool:
         return await asyncio.to_thread(control.give_back, job, node)
 
-    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
-        return await asyncio.to_thread(refill.ask, self._plan, self._allocation, number, exclude)
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> SmallJob:
+        if self._plan.pooled:
+            place = RealPool(self._plan, self._allocation, number, exclude)
+            if (member := await self._taking.take(place, number)) is not None:
+                return member
+        job = await asyncio.to_thread(refill.ask, self._plan, self._allocation, number, exclude)
+        return SmallJob(number, job)
+
+    async def top_up_pool(self, exclude: tuple[str, ...]) -> tuple[list[str], str]:
+        return await asyncio.to_thread(pool.top_up, self._plan, self._allocation, exclude)
 
     async def small_jobs(self) -> list[SmallJob]:
         return await asyncio.to_thread(refill.look, self._plan)

@@ -247,6 +247,8 @@ class Supervisor:
                 self._spawn(self._give_back(effect))
             case do.AskForNode():
                 self._spawn(self._ask_for_node(effect))
+            case do.TopUpPool():
+                self._spawn(self._top_up_pool(effect))
             case do.LookAtSmallJobs():
                 self._spawn(self._look_at_small_jobs())
             case do.LookAtNodes():
@@ -344,13 +346,22 @@ class Supervisor:
         self._do(self.machine.on_node_given_back(effect.node, gone, why, self.now()))
 
     async def _ask_for_node(self, effect: do.AskForNode) -> None:
-        job = why = ""
+        told, why = None, ""
         try:
             await self._be_the_newest()
-            job = await self._io.ask_for_node(effect.number, effect.exclude)
+            told = await self._io.ask_for_node(effect.number, effect.exclude)
         except JurymastError as error:  # whatever is wrong with options or Slurm here, the run goes on
             why = str(error)
-        self._do(self.machine.on_node_asked(effect.number, job, why, self.now()))
+        self._do(self.machine.on_node_asked(effect.number, told, why, self.now()))
+
+    async def _top_up_pool(self, effect: do.TopUpPool) -> None:
+        jobs, why = list[str](), ""
+        try:
+            await self._be_the_newest()
+            jobs, why = await self._io.top_up_pool(effect.exclude)
+        except JurymastError as error:
+            why = str(error)
+        self._do(self.machine.on_pool_topped_up(jobs, why, self.now()))
 
     async def _look_at_small_jobs(self) -> None:
         jobs = None

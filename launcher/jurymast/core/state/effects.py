@@ -137,6 +137,13 @@ class EndSmallJob(msgspec.Struct, frozen=True):
     job: str
 
 
+class TopUpPool(msgspec.Struct, frozen=True):
+    """Submit what the team's pool of waiting nodes lacks, on none of the nodes of `exclude`. Answered by
+    `on_pool_topped_up`."""
+
+    exclude: tuple[str, ...]
+
+
 class LookAtNodes(msgspec.Struct, frozen=True):
     """Ask Slurm which of these nodes are being drained. Answered by `on_nodes_seen`."""
 
@@ -205,6 +212,6 @@ class GiveWay(msgspec.Struct, frozen=True):
 
 Effect = (
     Send | Record | Answer | Disconnect | Pulse | GiveBack | AskForNode | LookAtSmallJobs | EndSmallJob
-    | LookAtNodes | LookAtReservations | SaveFirst | Journal | Fence | WhyEnding | AskTimeLimit
+    | TopUpPool | LookAtNodes | LookAtReservations | SaveFirst | Journal | Fence | WhyEnding | AskTimeLimit
     | LookAtStorage | AskSuperseded | End | GiveWay
 )  # fmt: skip

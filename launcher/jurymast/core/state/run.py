@@ -252,6 +252,7 @@ class RunState:
     nodes_min: int = 0  # with so many it goes on if others are lacking; 0: with all that it wants
     fewer: list[Fewer] = field(default_factory=list)  # when it did
     may_refill: bool = False  # it may ask for nodes in place of lost ones
+    pooled: bool = False  # and take them from a pool
     refills: dict[int, Refill] = field(default_factory=dict)  # of this allocation, by number
     refills_asked: int = 0  # the newest number
     refill_failures: int = 0  # in a row

@@ -91,8 +91,10 @@ class Settings:
     kept for that long, because many may turn out to have the same fault. `spool` is the site's directory for
     verdicts if `bad_nodes` is drain. `warm_start`: ranks are forked from a process that has loaded torch.
     `renews`: before its time limit the job is requeued. `refill`: a small Slurm job brings a node in place
-    of each that is lost; without a spare the run holds its nodes for it, for `hold_s`. `nodes_min`: with so
-    many nodes the run goes on if others are lacking, 0 for off; `batch` is constant then: global, or local.
+    of each that is lost; without a spare the run holds its nodes for it, for `hold_s`. `pool_nodes` nodes
+    wait in such jobs for all runs with the same `pool_directory`, 0 for none, and end after `pool_idle_s`
+    without a run. `nodes_min`: with so many nodes the run goes on if others are lacking, 0 for off; `batch`
+    is constant then: global, or local.
     `encrypt`: images are encrypted on the network. `notify`: who is told what happens; `metrics`: where the
     run's are given out; `price`: of a GPU, None if nobody said it.
     """
@@ -139,6 +141,9 @@ class Settings:
     renews: bool = False
     refill: bool = False
     hold_s: float = 600.0
+    pool_directory: str = ""
+    pool_nodes: int = 0
+    pool_idle_s: float = 600.0
     nodes_min: int = 0
     batch: str = "global"
     encrypt: bool = False
@@ -237,6 +242,11 @@ class RunPlan:
         """Whether small jobs bring nodes. Tasks in place of srun's have shares of their step's node, which a
         small job does not have."""
         return self.settings.refill and self.cluster == "slurm" and not (self.tasks or self.observed)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether nodes of a pool may take the place of small jobs."""
+        return self.may_refill and self.settings.pool_nodes > 0
 
     @property
     def nodes_min(self) -> int:

@@ -57,6 +57,7 @@ from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.foreseen_ends import LAST, WARNING, ForeseenEnds
 from jurymast.core.supervision.growing import Growing
 from jurymast.core.supervision.launching import Launching
+from jurymast.core.supervision.pooling import Pooling
 from jurymast.core.supervision.refilling import Refilling, SmallJob
 from jurymast.core.supervision.withdrawals import Withdrawals
 from jurymast.errors import never
@@ -106,6 +107,7 @@ class Supervision:
         self._stragglers = Stragglers(state)
         self._sick = SickNodes(state)
         self._refilling = Refilling(state)
+        self._pooling = Pooling(state)
         self._withdrawals = Withdrawals(state, self._sick)
         self._growing = Growing(state)
         self._repeats = Repeats()
@@ -311,6 +313,7 @@ class Supervision:
             return out
         out += self._tell_progress(now)
         out += self._look_ahead(now)
+        out += self._do(self._pooling.on_time(now), now)
         out += self._do(self.checkpoints.on_time(now), now)
         out += self._do(self.agreement.on_time(now, copying=self.checkpoints.writes.any_under_way), now)
         out += self._after_saves_done(now)
@@ -512,8 +515,13 @@ class Supervision:
     def on_node_given_back(self, node: str, gone: bool, why: str, now: float) -> list[Effect]:
         return self._do(self._sick.on_node_given_back(node, gone, why, now), now)
 
-    def on_node_asked(self, number: int, job: str, why: str, now: float) -> list[Effect]:
-        return self._do(self._refilling.on_node_asked(number, job, why, now), now)
+    def on_node_asked(self, number: int, told: SmallJob | None, why: str, now: float) -> list[Effect]:
+        if told is not None and told.node:
+            self._pooling.on_claimed()
+        return self._do(self._refilling.on_node_asked(number, told, why, now), now)
+
+    def on_pool_topped_up(self, jobs: Sequence[str], why: str, now: float) -> list[Effect]:
+        return self._do(self._pooling.on_topped_up(jobs, why, now), now)
 
     def on_small_jobs(self, jobs: Sequence[SmallJob] | None, now: float) -> list[Effect]:
         return self._do(self._refilling.on_small_jobs(jobs, now), now)

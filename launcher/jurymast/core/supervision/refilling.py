@@ -110,15 +110,25 @@ class Refilling:
 
     # ---- answers
 
-    def on_node_asked(self, number: int, job: str, why: str, now: float) -> list[Effect]:
-        """Slurm has taken the small job, or not (`why`)."""
+    def on_node_asked(self, number: int, told: SmallJob | None, why: str, now: float) -> list[Effect]:
+        """Slurm has taken the small job, or not (`why`). One that has its node already comes from a pool."""
         self._asking = 0 if self._asking == number else self._asking
-        if not job:
+        if told is None:
             return [Record(ev.RefillRefused(t=now, number=number, why=why))]
         if number not in self._state.refills:  # of an allocation that is gone
-            return [self._end_job(job)]
+            return [self._end_job(told.job)]
         self._look_at = min(self._look_at, now + LOOK_WAITING_S)
-        return [Record(ev.RefillExpected(t=now, number=number, job=job))]
+        out: list[Effect] = [Record(ev.RefillExpected(t=now, number=number, job=told.job))]
+        if told.node:
+            note = f"small job {number} has waited for the run in a pool"
+            out.append(Record(ev.Noted(t=now, node=told.node, message=note)))
+        return out + self._started(told, now)
+
+    def _started(self, told: SmallJob, now: float) -> list[Effect]:
+        known = self._state.refills.get(told.number)
+        if not told.node or (known is not None and known.node):
+            return []
+        return [Record(ev.RefillStarted(t=now, number=told.number, node=told.node))]
 
     def on_small_jobs(self, jobs: Sequence[SmallJob] | None, now: float) -> list[Effect]:
         """Take in those of this run that wait or run; None: Slurm did not say."""
@@ -152,9 +162,7 @@ class Refilling:
         if known is None or not known.job or (moved and not told.node):
             news = ev.RefillExpected(t=now, number=told.number, job=told.job, starts_at=told.starts_at)
             out.append(Record(news))
-        if told.node and (known is None or not known.node):
-            out.append(Record(ev.RefillStarted(t=now, number=told.number, node=told.node)))
-        return out
+        return out + self._started(told, now)
 
     def on_agent_joins(self, number: int, node: str, now: float) -> list[Effect]:
         """The agent of small job `number` joins from `node`."""

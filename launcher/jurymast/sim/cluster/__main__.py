@@ -28,7 +28,14 @@ from jurymast.journal import events, read
 from jurymast.rundir import RunDirectory
 from jurymast.sim.cluster.cluster import Result, run, smallest
 from jurymast.sim.cluster.field import read_field
-from jurymast.sim.cluster.plans import Plan, mixed_plan, random_plan, refilled_plan, shrinking_plan
+from jurymast.sim.cluster.plans import (
+    Plan,
+    mixed_plan,
+    pooled_plan,
+    random_plan,
+    refilled_plan,
+    shrinking_plan,
+)
 
 AT_ONCE = 20
 TOLD_EVERY_S = 10.0
@@ -98,7 +105,8 @@ def main() -> int:
         "--refill", action="store_true", help="the policy has refill, and other nodes are free"
     )
     parser.add_argument("--shrink", action="store_true", help="the policy lets runs go on with fewer nodes")
-    parser.add_argument("--mixed", action="store_true", help="both, in two plans of five")
+    parser.add_argument("--pool", action="store_true", help="nodes wait in a pool that the run shares")
+    parser.add_argument("--mixed", action="store_true", help="the first two, in two plans of five")
     parser.add_argument("--first", action="store_true", help="end with the first that fails; one process")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
@@ -114,6 +122,7 @@ def main() -> int:
         return int(bool(result.broken))
     plan_of: PlanOf = refilled_plan if arguments.refill else random_plan
     plan_of = shrinking_plan if arguments.shrink else plan_of
+    plan_of = pooled_plan if arguments.pool else plan_of
     plan_of = mixed_plan if arguments.mixed else plan_of
     if arguments.run:
         try:

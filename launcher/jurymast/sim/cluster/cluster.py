@@ -19,9 +19,10 @@ from jurymast.core.supervision.machine import STILL_RUNNING
 from jurymast.sim.cluster import caught, health
 from jurymast.sim.cluster.agent import SUPERVISOR_START_S, SimAgent, SimSite, SimStandby
 from jurymast.sim.cluster.keeper import SimKeeper
+from jurymast.sim.cluster.members import IDLE_S, TeamPool
 from jurymast.sim.cluster.oracle import ATTEMPTS_WITHOUT_STEP, STANDSTILL_S, Oracle, Violation
 from jurymast.sim.cluster.plans import AFTER_S, Fault, Plan, how_caught, smaller
-from jurymast.sim.cluster.refill import HOLD_S, Pool
+from jurymast.sim.cluster.refill import HOLD_S, OtherNodes
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.tasks import SimTasks
 from jurymast.sim.cluster.training import SimGroup
@@ -77,6 +78,7 @@ class Cluster:
             infrastructure=Budget(count=2 if "raises" in kinds else None),
             attempts_without_step=ATTEMPTS_WITHOUT_STEP, refill=wanted.pool is not None, hold_s=HOLD_S,
             renews=wanted.renews, nodes_min=wanted.least,
+            pool_directory="/pool", pool_nodes=wanted.members, pool_idle_s=IDLE_S,
         )  # fmt: skip
         self.plan = RunPlan(
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
@@ -90,7 +92,9 @@ class Cluster:
         self.oracle = Oracle(self)
         self.draining: dict[str, str] = {}  # nodes that an administrator drains, and why
         self.reserved: dict[str, Reservation] = {}  # those that somebody makes, by name
-        self.pool, self.without = Pool(self, wanted.pool or 0), set[str]()  # and nodes that Slurm has again
+        self.others = OtherNodes(self, wanted.pool or 0)
+        self.without = set[str]()  # nodes that Slurm has again
+        self.team = TeamPool(self, wanted.members)
         self.step_s = chance.uniform(0.1, 0.4)
         self.allocated, self.ending, self.restarts = True, "", 0
         self.has_step = True  # that of the agents
@@ -148,10 +152,18 @@ class Cluster:
 
     def add_site(self, refill: int) -> SimSite:
         """Start small job `refill` on another node."""
-        name, site = self._new_site()
-        self.sites[name], site.refill = site, refill
+        site = self.new_site()
+        self.take_in(site, refill)
         self.world.after(self.world.between(0.1, 1.5), None, site.start_agent)
         return site
+
+    def new_site(self) -> SimSite:
+        """Another node, which the run does not have yet."""
+        return self._new_site()[1]
+
+    def take_in(self, site: SimSite, refill: int) -> None:
+        """The node is the run's, by small job `refill`."""
+        self.sites[site.name], site.refill = site, refill
 
     def new_port(self) -> int:
         self._port += 1
@@ -211,7 +223,7 @@ class Cluster:
     def _end_job(self, *, again: bool, without: Collection[str] = ()) -> None:
         """Slurm kills the whole job. `again`: and starts it once more, on other nodes for those that are
         excluded or gone."""
-        self.pool.end_all()
+        self.others.end_all()
         for site in self.sites.values():
             site.end_job()
         for supervisor in self.ports.values():

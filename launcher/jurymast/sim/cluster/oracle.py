@@ -19,6 +19,7 @@ from jurymast.sim.cluster.account_rules import AccountRules, MissedRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
+from jurymast.sim.cluster.members import PoolRules
 from jurymast.sim.cluster.refill import RefillRules
 from jurymast.sim.cluster.size_rules import SizeRules
 from jurymast.sim.cluster.sparing_rules import SparingRules
@@ -108,7 +109,7 @@ class Oracle:
         self._leave: dict[int, SimGroup] = {}  # groups whose ranks leave after a signal, by attempt
         self.tasks, self.calm, self.health = TaskRules(self), CalmRules(self), HealthRules(self)
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
-        self.sparing, self.size = SparingRules(self), SizeRules(self)
+        self.sparing, self.size, self.pool = SparingRules(self), SizeRules(self), PoolRules(self)
         self.missed, self.told = MissedRules(self), ToldRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
@@ -544,6 +545,7 @@ class Oracle:
             self.health.look(supervisor)
             self.refill.look(supervisor, self._supervises_since)
             self.size.look(supervisor, self._supervises_since)
+            self.pool.look(supervisor, self._supervises_since)
             self.withdrawals.look(supervisor, self._supervises_since)
 
     def _leaving(self) -> bool:

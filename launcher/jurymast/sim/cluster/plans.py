@@ -120,6 +120,7 @@ class Plan:
     spread: str = ""  # how the model is spread over ranks: see `sim.cluster.rejoining`
     least: int = 0  # with so many nodes it goes on; 0: with all that it wants
     pool: int | None = None  # nodes besides the job's that small jobs may get; None: the policy wants none
+    members: int = 0  # of these so many are to wait in a pool that other runs share
 
     @property
     def nodes(self) -> int:
@@ -210,8 +211,16 @@ def shrinking_plan(seed: int) -> Plan:
     )  # fmt: skip
 
 
+def pooled_plan(seed: int) -> Plan:
+    """Draw a plan of a run that shares a pool of waiting nodes."""
+    chance = random.Random(seed)
+    plan = random_plan(seed, LOSING if chance.random() < 0.5 else ())
+    members = chance.choice((1, 1, 2))
+    return replace(plan, pool=members + chance.choice((0, 1, 2, 3)), members=members, tasks=False)
+
+
 def mixed_plan(seed: int) -> Plan:
-    """Draw a plan of any of these three."""
+    """Draw a plan of a run that shares no pool."""
     plans = (random_plan, random_plan, random_plan, refilled_plan, shrinking_plan)
     return plans[seed % len(plans)](seed)
 

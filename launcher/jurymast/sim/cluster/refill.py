@@ -41,7 +41,7 @@ class SimSmallJob:
     site: SimSite | None = None
 
 
-class Pool:
+class OtherNodes:
     """`free`: nodes that no job has."""
 
     def __init__(self, cluster: Cluster, free: int) -> None:
@@ -53,6 +53,7 @@ class Pool:
         """Raises SubmissionError."""
         world = self._cluster.world
         self._cluster.oracle.refill.submitted(number, exclude)
+        self._cluster.oracle.pool.submitted(exclude)
         if world.chance.random() < REFUSED_SHARE:
             raise SubmissionError("the user has too many jobs")
         self._submitted += 1
@@ -99,8 +100,8 @@ class RefillRules:
         self._phase = Phase.QUEUED  # the newest supervisor's, before what it records now
 
     def submitted(self, number: int, exclude: Collection[str]) -> None:
-        cluster, pool = self._oracle.cluster, self._oracle.cluster.pool
-        if waiting := [one.number for one in pool.jobs.values() if one.site is None]:
+        cluster, others = self._oracle.cluster, self._oracle.cluster.others
+        if waiting := [one.number for one in others.jobs.values() if one.site is None]:
             self._oracle.fail(NEVER_TWICE, f"small job {number} is asked for, and {waiting} wait")
         there = {name for name in cluster.sites if name not in cluster.without}
         if missing := sorted(there - {*exclude}):

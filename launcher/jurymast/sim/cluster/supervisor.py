@@ -28,7 +28,9 @@ from jurymast.core.supervision.refilling import SmallJob
 from jurymast.errors import ClusterUnavailableError, RunDirectoryError
 from jurymast.journal import FLUSH_LIMIT_S, TRY_EVERY_S
 from jurymast.sim.cluster.loop import SimPeer, SimShell
+from jurymast.sim.cluster.members import SimPoolAccess
 from jurymast.sim.cluster.world import Item, SimConnection, Steps
+from jurymast.supervisor.claiming import Taking
 from jurymast.supervisor.io import Accept, Io, Journal
 from jurymast.supervisor.supervisor import Hold, Supervisor, supervise
 
@@ -182,6 +184,7 @@ class SimSupervisor(SimShell):
         self.node, self.allocation = site.name, cluster.allocation
         self.files = SimFiles(self)
         self.listens = self.has_room = False  # on a full disk
+        self._taking = Taking()
         self.epoch = 0
         self.shell: Supervisor
         self._peers: dict[SimConnection, SimPeer[msg.Said]] = {}
@@ -289,22 +292,31 @@ class SimSupervisor(SimShell):
         await asyncio.sleep(RELEASE_S)
         return True
 
-    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> str:
-        self._ask_slurm()
+    async def ask_for_node(self, number: int, exclude: tuple[str, ...]) -> SmallJob:
+        if self.cluster.plan.pooled:
+            self.cluster.oracle.pool.may_ask = not self._taking.answers
+            if (member := await self._taking.take(SimPoolAccess(self, number, exclude), number)) is not None:
+                return member
+        self.ask_slurm()
         self.acts_for_good()
-        job = self.cluster.pool.submit(number, exclude)  # also if this process does not live to hear it
+        job = self.cluster.others.submit(number, exclude)  # also if this process does not live to hear it
         await asyncio.sleep(ANSWER_S)
-        return job
+        return SmallJob(number, job)
+
+    async def top_up_pool(self, exclude: tuple[str, ...]) -> tuple[list[str], str]:
+        await asyncio.sleep(ANSWER_S)
+        self.ask_slurm()
+        return self.cluster.team.top_up(exclude), ""
 
     async def small_jobs(self) -> list[SmallJob]:
         await asyncio.sleep(ANSWER_S)
-        self._ask_slurm()
-        return self.cluster.pool.look()
+        self.ask_slurm()
+        return self.cluster.others.look()
 
     async def end_small_job(self, job: str) -> None:
-        self._ask_slurm()
+        self.ask_slurm()
         self.acts_for_good()
-        self.cluster.pool.end(job)
+        self.cluster.others.end(job)
 
     def acts_for_good(self) -> None:
         """It does what nobody can take back."""
@@ -312,17 +324,17 @@ class SimSupervisor(SimShell):
 
     async def draining(self, nodes: Sequence[str]) -> dict[str, str]:
         await asyncio.sleep(ANSWER_S)
-        self._ask_slurm()
+        self.ask_slurm()
         return {name: why for name, why in self.cluster.draining.items() if name in nodes}
 
     async def reservations(self, nodes: Sequence[str]) -> list[Reservation]:
         await asyncio.sleep(ANSWER_S)
-        self._ask_slurm()
+        self.ask_slurm()
         to_ours = self.now - self.world.now
         found = self.cluster.reservations(nodes)
         return [replace(one, starts_at=one.starts_at + to_ours) for one in found]
 
-    def _ask_slurm(self) -> None:
+    def ask_slurm(self) -> None:
         if self.world.now < self.cluster.slurm_silent_until:
             raise ClusterUnavailableError("slurmctld does not answer")
 
