@@ -428,7 +428,7 @@ class Nodes(Section):
         "with so many nodes the run goes on if others are lacking; it takes in what comes later",
     )
     batch: Literal["global", "local"] = _key(
-        "global", "with min: which batch `Checkpointer.batch` keeps, that of all ranks or that of each one"
+        "global", "with min: which batch of a step is kept, that of all ranks or that of each one"
     )
 
 
