@@ -110,6 +110,15 @@ def test_a_policy_with_an_address_is_refused_without_what_sends_there(
         resolve([Layer("policy.yaml", {"notify": [{"url": "ntfy://team"}]})])
 
 
+@pytest.mark.filterwarnings("ignore:'imghdr':DeprecationWarning")  # Apprise's
+@pytest.mark.parametrize("url", ["mail", "gopher://x", "slack://x"])
+def test_an_address_that_nobody_would_get_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(PolicyError, match="Apprise knows no such url") as refused:
+        resolve([Layer("policy.yaml", {"notify": [{"url": url}]})])
+    assert url not in str(refused.value).replace("mailto", "").replace("slack://,", "")
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr':DeprecationWarning")  # Apprise's
 def test_a_policy_says_who_is_told() -> None:
     written = {"notify": [{"when": ["stopped"], "command": ["page", "oncall"]}, {"url": "ntfy://team"}]}
     told = resolve([Layer("policy.yaml", written)]).settings().notify

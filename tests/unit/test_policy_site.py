@@ -333,6 +333,7 @@ def test_without_a_file_what_is_in_force_is_checked(
         ("health: {xid: {79: broken}}", "health.xid.79: should be"),
         ("metrics: {trackers: [tensorbord]}", "metrics.trackers[0]: tensorbord cannot be used"),
         ("notify: [{when: [failed], command: [mail]}]", "notify[0].when[0]: should be"),
+        ("notify: [{when: [], command: [mail]}]", "notify[0]: when names nothing, so nobody is told"),
     ],
 )  # fmt: skip
 def test_names_that_nothing_has_are_refused(
@@ -358,6 +359,13 @@ def test_names_that_nothing_has_are_refused(
         ("nodes_policy: {expire: 1m}", "nodes_policy.expire: is shorter than nodes_policy.together"),
         ("checkpoint: {tiers: {peer: off}}\nnetwork: {encrypt: on}", "network.encrypt: has no effect"),
         ("health: {skip: [storage], data: [/data]}", "health.data: is looked at by the probe storage"),
+        ("checkpoint: {tiers: {memory: off, local: {path: /scratch}}}",
+         "checkpoint.tiers.local: has no effect"),
+        ("health: {skip: [infiniband], thresholds: {ib-down-s: 1}}",
+         "health.thresholds.ib-down-s: is for the probe infiniband"),
+        ("health: {skip: [nvidia, amd], thresholds: {gpu-pcie-replays: 1}}",
+         "health.thresholds.gpu-pcie-replays: is for the probe nvidia and amd"),
+        ("health: {skip: [infiniband], workaround: on}", "health.workaround: has no effect while"),
         ("health: {skip: [nvidia], xid: {79: bad}}", "health.xid: is for the probe nvidia"),
         ("detect: {heartbeat: 2s, hang: 1s}", "detect.hang: must be longer than detect.heartbeat"),
         ("checkpoint: {max_loss: 5m, tiers: {memory: off, shared: {every: 1h}}}",

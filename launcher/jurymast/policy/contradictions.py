@@ -8,6 +8,8 @@ from jurymast.policy.model import Policy
 
 Key = tuple[str | int, ...]
 TIERS = ("checkpoint", "tiers")
+# The probes that a threshold is for, by the beginning of its name.
+_PROBES = {"ib-": ("infiniband",), "storage-": ("storage",), "gpu-": ("nvidia", "amd")}
 
 
 def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key, str]]:
@@ -31,6 +33,11 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
         yield (
             (*TIERS, "peer"),
             "has no effect while checkpoint.tiers.memory is off: a peer's copy is made of that in memory",
+        )
+    if tiers.memory is None and tiers.local is not None:
+        yield (
+            (*TIERS, "local"),
+            "has no effect while checkpoint.tiers.memory is off: what is written there is the copy in memory",
         )
     if tiers.object is not None and shared_every_s > tiers.object.every:
         yield (
@@ -65,7 +72,16 @@ def contradictions(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key
         yield ("health", "xid"), "is for the probe nvidia, which health.skip leaves out"
     if policy.pool.nodes and not policy.pool.directory:
         yield ("pool", "nodes"), "needs pool.directory, in which these nodes tell that they wait"
+    yield from _for_no_probe(policy)
     yield from _switched_off(policy, meant)
+
+
+def _for_no_probe(policy: Policy) -> Iterator[tuple[Key, str]]:
+    for name in policy.health.thresholds:
+        probes = next((probes for start, probes in _PROBES.items() if name.startswith(start)), ())
+        if probes and {*probes} <= {*policy.health.skip}:
+            told = " and ".join(probes)
+            yield ("health", "thresholds", name), f"is for the probe {told}, which health.skip leaves out"
 
 
 def _switched_off(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key, str]]:
@@ -73,10 +89,17 @@ def _switched_off(policy: Policy, meant: Collection[Key]) -> Iterator[tuple[Key,
     one and leave the other as it is."""
     hold, drain = ("nodes_policy", "hold"), policy.nodes_policy.bad == "drain"
     refill = ("nodes_policy", "refill")
+    avoids, skipped = policy.health.workaround, "infiniband" in policy.health.skip
     for key, by, off, effect in (
         (hold, refill, not policy.nodes_policy.refill, "nodes_policy.refill is off"),
         (("pool", "nodes"), refill, not policy.nodes_policy.refill, "nodes_policy.refill is off"),
         (("nodes", "batch"), ("nodes", "min"), not policy.nodes.min, "nodes.min is off"),
+        (
+            ("health", "workaround"),
+            ("health", "skip"),
+            avoids and skipped,
+            "health.skip leaves out infiniband",
+        ),
         (("nodes_policy", "spool"), ("nodes_policy", "bad"), not drain, "nodes_policy.bad is not drain"),
     ):
         if off and {key, by} <= {*meant}:

@@ -192,6 +192,12 @@ def read_tracker_name(value: str) -> str:
     return value
 
 
+def is_address(url: str) -> bool:
+    from apprise import Apprise  # takes a while, and few policies have one
+
+    return bool(Apprise.instantiate(url))
+
+
 def written(value: object) -> str:
     """`value` as written in a YAML file, cut short; text that would be read as something else has quotes."""
     if value is None:
@@ -472,6 +478,10 @@ class Notified(Section):
             raise ValueError("needs either a command or a url")
         if self.url and find_spec("apprise") is None:
             raise ValueError("a url needs Apprise: pip install 'jurymast[notify]'")
+        if self.url and not is_address(self.url):
+            raise ValueError("Apprise knows no such url; it begins with a service: slack://, mailto://")
+        if not self.when:
+            raise ValueError(f"when names nothing, so nobody is told; there is {', '.join(NOTICES)}")
         return self
 
 
