@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,7 @@ class _Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` has all processes ignore it
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Failures(config))
 

@@ -251,7 +251,7 @@ def test_an_export_writes_through_nobody_s_link(common: Path) -> None:
     own.write_text("Ada's")
     saved = CheckpointDirectory(run.checkpoints)
     place = saved.begin(100, 1)
-    dcp.save({"x": torch.ones(1)}, checkpoint_id=place, no_dist=True)
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=place)
     saved.publish(place, 100)
     for path in (run.root, own):
         give(path, ADA)

@@ -141,6 +141,19 @@ def test_names_and_places_are_found_anew_when_anything_changes(change: str) -> N
     saving.check()
 
 
+def torch_keeps_modules() -> bool:
+    """As 2.6 does, whose state is asked for."""
+    module = net()
+    gone = weakref.ref(module)
+    by_torch.get_model_state_dict(module)
+    del module
+    gc.collect()
+    return gone() is not None
+
+
+@pytest.mark.skipif(
+    torch_keeps_modules(), reason="this torch itself keeps each module that it was asked about"
+)
 def test_no_tensor_of_an_earlier_save_is_kept() -> None:
     objects: dict[str, Any] = {"net": net(), "values": {"a": torch.ones(3)}}
     objects["optimizer"] = stepped(objects["net"])
