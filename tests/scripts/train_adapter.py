@@ -152,7 +152,7 @@ def by_lightning(asked: argparse.Namespace) -> dict[str, Any]:
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
+            optimizer = torch.optim.SGD(self.parameters(), lr=RATE / 10, momentum=0.9)
             steps = self.trainer.estimated_stepping_batches
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(steps))
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -189,7 +189,7 @@ def by_accelerate(asked: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     inner = Model()
     model: Any = inner
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE / 10, momentum=0.9)
     schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     done = 0
