@@ -26,7 +26,7 @@ from jurymast.core.goodput import Ledger
 from jurymast.core.judges.loops import fruitless
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import Phase
-from jurymast.errors import RunNotFoundError, UsageError
+from jurymast.errors import PolicyError, RunNotFoundError, UsageError
 from jurymast.journal import initial_state
 from jurymast.report.follow import end_lines
 from jurymast.report.goodput import page, report_blocks, report_view
@@ -538,6 +538,14 @@ def test_a_run_is_submitted_again_as_it_was(
     assert second.settings.attempts_without_step == 9
     with pytest.raises(UsageError, match="KEY=VALUE"):
         resubmit.main([story.plan.run, "--runs", "runs", "--set", "spares"], standalone_mode=False)
+    for pair, told in (
+        ("sparez=1", r"--set: sparez: unknown key \(did you mean spares"),
+        ("checkpoint.cadence=fifty", r"--set: checkpoint\.cadence: fifty is not a cadence"),
+        ("nodes=3", r"--set: nodes: needs keys below it"),
+    ):
+        words = [story.plan.run, "--runs", "runs", "--set", pair, "--dry-run"]
+        with pytest.raises(PolicyError, match=told):
+            resubmit.main(words, standalone_mode=False)
 
 
 def test_a_batch_script_is_submitted_again_as_it_was_typed(

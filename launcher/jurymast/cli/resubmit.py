@@ -83,12 +83,13 @@ def _values(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _changed(policy: Path, values: dict[str, Any]) -> str:
-    """A policy file that extends `policy` by these dotted keys."""
+    """A policy file that extends `policy` by these dotted keys. Raises PolicyError, which names them."""
     import yaml
 
-    from jurymast.policy.resolve import pairs_layer
+    from jurymast.policy.resolve import file_layers, pairs_layer, resolve
 
     layer = pairs_layer("--set", [*values.items()])
+    resolve([*file_layers(policy, str(policy)), layer])
     return yaml.safe_dump({"extends": str(policy.absolute()), **layer.values})
 
 
