@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.cluster.lift import size_changes
 from testcluster import Cluster, ClusterError
 from testcluster.processes import wait_until
 
@@ -69,6 +70,19 @@ class TestJobs:
         # Not in the second of the requeue: slurmd would take the new start for the job it has just revoked.
         cluster.login(["scontrol", "update", f"JobId={job}", "StartTime=now+2"])
         assert cluster.wait_job(job, "RUNNING")["Restarts"] == "1"
+
+    def test_a_requeued_job_starts_on_fewer_nodes_than_it_had(self, cluster: Cluster) -> None:
+        """Slurm holds a job for ever whose tasks need more nodes than are left."""
+        most = len(cluster.nodes) - 1
+        job = cluster.sbatch(
+            "#!/bin/bash\nsleep 600\n", "--requeue", f"--nodes={len(cluster.nodes)}", "--ntasks-per-node=1"
+        )
+        fields = cluster.wait_job(job, "RUNNING")
+        cluster.login(["scontrol", "requeue", str(job)])
+        cluster.wait_job(job, "PENDING")
+        for change in [*size_changes(fields, f"1-{most}", "n1"), "StartTime=now+2"]:
+            cluster.login(["scontrol", "update", f"JobId={job}", change])
+        assert cluster.wait_job(job, "RUNNING")["NumNodes"] == str(most)
 
     def test_nothing_that_its_owner_writes_is_taken_for_a_job_s_state(self, cluster: Cluster) -> None:
         written = "x JobState=FAILED Restarts=9"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jurymast.cluster.earlier import avoided
-from jurymast.cluster.exclusion import banned, fitting
+from jurymast.cluster.exclusion import banned, fitting, most_nodes
 from jurymast.core.judges.history import NodeRecord
 from jurymast.core.state.settings import Avoided, RunPlan
 from support.commands import Place
@@ -176,8 +176,11 @@ def test_a_requeue_excludes_as_long_as_enough_are_left(place: Site, monkeypatch:
     )  # fmt: skip
     assert banned(replace(plan, active=1), bad, "", START) == (["n1", "n2", "n3"], "")
     assert banned(replace(plan, avoided=()), [], "", START) == (["n1"], "")
+    assert most_nodes(replace(plan, spares=4), ["n1", "n3"], "") == 2
+    assert most_nodes(plan, [], "") == 2, "no more than the run wants"
     place.program("sinfo", "exit 1")
     assert banned(plan, bad, "", START) == (["n1", "n2", "n3"], "")
+    assert most_nodes(replace(plan, spares=4), ["n1", "n3"], "") == 6, "nobody knows of fewer"
 
 
 # Is the site ready?

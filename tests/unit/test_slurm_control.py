@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.cluster.control import kill_in_s, reason_of
-from jurymast.cluster.lift import REVOKED_S, lift, start_time
+from jurymast.cluster.lift import REVOKED_S, lift, size_changes, start_time
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.jobs import utc_time
 from jurymast.report.doctor import YES, _clock
@@ -130,6 +130,25 @@ def test_the_clocks_agree_in_the_hour_that_comes_twice(
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "wanted", "changes"),
+    [
+        ("4", "4", "2-4", ["NumNodes=2-4"]),
+        ("4", "4", "2-3", ["NumNodes=2-3", "NumTasks=3"]),
+        ("4-4", "32", "2-3", ["NumNodes=2-3", "NumTasks=24"]),
+        ("2-3", "3", "2-4", ["NumNodes=2-4", "NumTasks=4"]),
+        ("3", "4", "2-2", ["NumNodes=2-2"]),
+        ("", "", "2-3", ["NumNodes=2-3"]),
+    ],
+)
+def test_a_requeued_job_has_tasks_for_as_many_nodes_as_it_can_get(
+    nodes: str, tasks: str, wanted: str, changes: list[str]
+) -> None:
+    fields = {"NumNodes": nodes, "NumTasks": tasks}
+    assert size_changes(fields, wanted, "") == changes
+    assert size_changes(fields, wanted, "n1,n2") == ["ExcNodeList=n1,n2", *changes]
 
 
 def test_the_helper_job_runs_where_the_job_may_run() -> None:

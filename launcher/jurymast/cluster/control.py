@@ -9,12 +9,14 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from jurymast.cluster import exclusion
 from jurymast.cluster.allocation import Allocation
+from jurymast.cluster.lift import size_changes
 from jurymast.cluster.sbatch import seconds_of, split_command_line, where_options
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import compressed
@@ -62,9 +64,10 @@ def requeue(
         return
     name = _patiently(lambda: alone(allocation.job), say)
     job = f"JobId={name}"
-    nodes, told = exclusion.banned(plan, exclude, os.environ.get("SLURM_JOB_PARTITION", ""), time.time())
+    partition = os.environ.get("SLURM_JOB_PARTITION", "")
+    nodes, told = exclusion.banned(plan, exclude, partition, time.time())
     banned = ",".join(nodes)
-    sizes = f"{plan.active}-{plan.nodes}"
+    sizes = f"{plan.active}-{exclusion.most_nodes(plan, nodes, partition)}"
     if told:
         say(told)
 
@@ -86,9 +89,11 @@ def requeue(
         # The helper job does the rest. An update now would block (5 s each) until the job and this process
         # have ended, and Slurm would have to kill what could have ended by itself.
         return
-    attempt(lambda: ["scontrol", "update", job, f"NumNodes={sizes}"])
-    if banned:
-        attempt(lambda: ["scontrol", "update", job, f"ExcNodeList={banned}"])
+    fields: dict[str, str] = {}
+    with suppress(ClusterUnavailableError):
+        fields = job_fields(name)
+    for change in size_changes(fields, sizes, banned):
+        attempt(partial(list, ["scontrol", "update", job, change]))
 
 
 def _is_over(allocation: Allocation) -> bool:

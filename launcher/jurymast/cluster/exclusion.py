@@ -19,6 +19,16 @@ def banned(plan: RunPlan, bad: Sequence[str], partition: str, now: float) -> tup
     return sorted({*asked, *kept}), told
 
 
+def most_nodes(plan: RunPlan, banned: Collection[str], partition: str) -> int:
+    """How many nodes a requeued job can have at most, without those: a job that asks for more than there are
+    is held by Slurm for ever."""
+    try:
+        usable, _ = partition_nodes(partition)
+    except ClusterUnavailableError:
+        return plan.nodes
+    return max(plan.active, min(plan.nodes, len(usable - {*banned})))
+
+
 def kept_out(
     wanted: Sequence[str], asked: Sequence[str], partition: str, needed: int
 ) -> tuple[Sequence[str], list[str]]:

@@ -36,6 +36,19 @@ def start_time(fields: dict[str, str]) -> str:
     return (requeued + timedelta(seconds=REVOKED_S)).isoformat(timespec="seconds")
 
 
+def size_changes(fields: dict[str, str], nodes: str, exclude: str) -> list[str]:
+    """What to change of a job such that it gets `nodes` (MIN-MAX) without `exclude`, in this order. A job
+    needs as many nodes as its tasks do, whatever NumNodes says; measured with 22.05, 24.11 and 26.05."""
+    changes = [f"ExcNodeList={exclude}"] if exclude else []
+    changes.append(f"NumNodes={nodes}")
+    asked, tasks = (fields.get(name, "").rpartition("-")[2] for name in ("NumNodes", "NumTasks"))
+    most = int(nodes.rpartition("-")[2])
+    if asked.isdigit() and tasks.isdigit() and int(asked) and int(tasks) % int(asked) == 0:
+        wanted = int(tasks) // int(asked) * most
+        changes += [f"NumTasks={wanted}"] if wanted != int(tasks) else []
+    return changes
+
+
 def lift(job: str, nodes: str, exclude: str) -> bool:
     """Wait until `job` is pending, and let it start at once on `nodes` (MIN-MAX) without `exclude`.
 
@@ -47,9 +60,12 @@ def lift(job: str, nodes: str, exclude: str) -> bool:
         try:
             found = job_state(job)
             if found is not None and found[0] == "PENDING":
-                changes = [f"ExcNodeList={exclude}"] if exclude else []
-                changes += [f"NumNodes={nodes}", f"StartTime={start_time(job_fields(job, utc=True))}"]
-                for change in changes:  # one by one: a site may forbid one of them
+                fields = job_fields(job, utc=True)
+                starts = f"StartTime={start_time(fields)}"
+                for change in [
+                    *size_changes(fields, nodes, exclude),
+                    starts,
+                ]:  # one by one: a site may forbid one of them
                     _update(job, change)
                 return True
         except ControllerAwayError as error:
