@@ -37,7 +37,7 @@ RANKS = 2
 # 24 bytes for each parameter of two square layers: with AdamW's state 100 MB, and about 0.1 s a step.
 WIDTH, BATCH = 2048, 16
 # Of a step that waits, in seconds.
-WAITS_S = 0.4
+WAITS_S = 0.15
 CASES = {"computes": 0.0, "waits": WAITS_S}
 # Times between failures of the whole run: of 100,000 and of 16,000 GPUs.
 MTBF_S = {"20 min": 1200.0, "3 h": 10_800.0}
@@ -47,7 +47,7 @@ QUICK_S = 60.0
 START_LIMIT_S, SAVES_LIMIT_S, END_LIMIT_S = 120.0, 300.0, 60.0
 # These are asked for, to show what one costs: the automatic cadence goes by that.
 EARLY = 2
-STEPS_MIN = 30
+STEPS_MIN = 12
 TARGET = 0.01
 
 
