@@ -133,20 +133,22 @@ def test_the_clocks_agree_in_the_hour_that_comes_twice(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "tasks", "wanted", "changes"),
+    ("each", "tasks", "wanted", "changes"),
     [
-        ("4", "4", "2-4", ["NumNodes=2-4"]),
-        ("4", "4", "2-3", ["NumNodes=2-3", "NumTasks=3"]),
-        ("4-4", "32", "2-3", ["NumNodes=2-3", "NumTasks=24"]),
-        ("2-3", "3", "2-4", ["NumNodes=2-4", "NumTasks=4"]),
-        ("3", "4", "2-2", ["NumNodes=2-2"]),
+        ("1", "4", "2-4", ["NumNodes=2-4"]),
+        ("1", "4", "2-3", ["NumNodes=2-3", "NumTasks=3"]),
+        ("8", "32", "2-3", ["NumNodes=2-3", "NumTasks=24"]),
+        ("2", "4", "2-2", ["NumNodes=2-2"]),
+        ("2", "3", "2-2", ["NumNodes=2-2"]),
+        ("0", "4", "2-3", ["NumNodes=2-3"]),
         ("", "", "2-3", ["NumNodes=2-3"]),
     ],
 )
 def test_a_requeued_job_has_tasks_for_as_many_nodes_as_it_can_get(
-    nodes: str, tasks: str, wanted: str, changes: list[str]
+    each: str, tasks: str, wanted: str, changes: list[str]
 ) -> None:
-    fields = {"NumNodes": nodes, "NumTasks": tasks}
+    """The node that was lost has been given back, so the job seems to have had fewer."""
+    fields = {"NumNodes": "1", "NtasksPerN:B:S:C": f"{each}:0:*:*", "NumTasks": tasks}
     assert size_changes(fields, wanted, "") == changes
     assert size_changes(fields, wanted, "n1,n2") == ["ExcNodeList=n1,n2", *changes]
 

@@ -38,14 +38,14 @@ def start_time(fields: dict[str, str]) -> str:
 
 def size_changes(fields: dict[str, str], nodes: str, exclude: str) -> list[str]:
     """What to change of a job such that it gets `nodes` (MIN-MAX) without `exclude`, in this order. A job
-    needs as many nodes as its tasks do, whatever NumNodes says; measured with 22.05, 24.11 and 26.05."""
+    needs as many nodes as its tasks do, whatever NumNodes says; measured with 22.05, 24.11 and 26.05. How
+    many nodes it had is not known any more: lost ones are given back before the requeue."""
     changes = [f"ExcNodeList={exclude}"] if exclude else []
     changes.append(f"NumNodes={nodes}")
-    asked, tasks = (fields.get(name, "").rpartition("-")[2] for name in ("NumNodes", "NumTasks"))
-    most = int(nodes.rpartition("-")[2])
-    if asked.isdigit() and tasks.isdigit() and int(asked) and int(tasks) % int(asked) == 0:
-        wanted = int(tasks) // int(asked) * most
-        changes += [f"NumTasks={wanted}"] if wanted != int(tasks) else []
+    each, tasks = fields.get("NtasksPerN:B:S:C", "").partition(":")[0], fields.get("NumTasks", "")
+    if each.isdigit() and tasks.isdigit() and int(each):
+        fit = int(each) * int(nodes.rpartition("-")[2])
+        changes += [f"NumTasks={fit}"] if int(tasks) > fit else []
     return changes
 
 
