@@ -21,9 +21,13 @@ CASES = [
     "trainer", "trainer --accumulate 2", "tokens --accumulate 2", "lightning", "lightning --accumulate 2",
     "manual", "accelerate", "accelerate --accumulate 2",
 ]  # fmt: skip
+# One of each framework; the others take as long, a minute each.
+FIRST = ("trainer --accumulate 2", "lightning", "accelerate")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FIRST else pytest.mark.long) for case in CASES]
+)
 def test_from_three_ranks_to_two_and_back(case: str, tmp_path: Path) -> None:
     framework, *options = case.split()
     updates = 2 if options and framework != "accelerate" else 4  # of an epoch; with Accelerate, batches

@@ -403,7 +403,7 @@ def test_no_rule_is_broken() -> None:
 
 @pytest.mark.parametrize("how", ["drained", "admin drains"])
 def test_a_node_that_is_to_leave_leaves_also_if_another_is_lost_first(how: str) -> None:
-    for seed in range(30):
+    for seed in range(10):
         result = run(removed_while_another_is_lost(seed, how))
         assert not result.broken, result.broken
 
