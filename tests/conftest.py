@@ -53,7 +53,8 @@ class _Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` has all processes ignore it
+    # `nohup make test` has all processes ignore it: this one still does, and what it executes does not.
+    signal.signal(signal.SIGHUP, lambda *_: None)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Failures(config))
 
