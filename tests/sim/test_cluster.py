@@ -51,6 +51,10 @@ from support.planted_told import step_ends
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "fewer ranks wait for a write that takes long": (
+        '{"seed":127000869,"active":4,"spares":0,"ranks":2,"cadence_steps":5,"room":8,"copy_s":9.7,"least":1,'
+        '"at_term":"leaves","faults":[{"at":5.42,"kind":"power","node":1,"other":2,"seconds":1.85}]}'
+    ),
     "ranks that began after Slurm's order to end left with 0 at the signal": (
         '{"seed":105006010,"active":2,"spares":1,"ranks":2,"cadence_steps":5,"room":8,'
         '"faults":[{"at":4.28,"kind":"preempted","node":0,"other":2},'

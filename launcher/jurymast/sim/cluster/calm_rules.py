@@ -118,7 +118,9 @@ class CalmRules:
         sites = [one for one in self._cluster.sites.values() if not one.ill]
         fit = [one for one in sites if one.agent and supervisor.connected(one.name)]
         tests_s, active = self._cluster.plan.settings.preflight_s or 0.0, self._cluster.plan.active
-        if down_s > UP_S + tests_s and len(fit) >= active and not state.ended:
+        # Another number of ranks reads what is written first.
+        write_s = self._cluster.wanted.copy_s if self._cluster.wanted.least else 0.0
+        if down_s > UP_S + tests_s + write_s and len(fit) >= active and not state.ended:
             oracle.fail(UP_AGAIN, f"{state.phase.value} for {down_s:.1f} s")
 
     def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
