@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -183,6 +184,18 @@ def test_a_restore_of_what_was_not_planned_is_noticed_unless_that_was_damaged() 
     assert wrong(evidence(other, log=[*LOG, damage])) == []
     without = [event for event in EVENTS if not (isinstance(event, ev.Restored) and event.attempt == 3)]
     only(wrong(evidence(without)), "attempt 3 did steps and had restored nothing")
+
+
+def test_ranks_that_live_may_go_on_from_a_newer_step_than_was_saved_but_from_no_older_one() -> None:
+    def lives(step: int) -> list[ev.Event]:
+        events = [*restored(1, 0, 90.0), *restored(2, step, 102.0, planned=40), *restored(3, 120, 151.0)]
+        return [
+            structs.replace(event, tier="live") if isinstance(event, ev.Restored) else event
+            for event in events
+        ]
+
+    assert wrong(evidence(lives(44))) == []
+    only(wrong(evidence(lives(30))), "attempt 2 restored step 30, and was told 40")
 
 
 def test_a_node_that_nothing_struck_is_not_to_be_excluded() -> None:
