@@ -7,11 +7,13 @@ from typing import Any
 
 from jurymast.core.judges import pool
 from jurymast.core.supervision.pooling import Pooling
+from jurymast.sim.cluster.members import SimPoolAccess
 from jurymast.sim.cluster.plans import Plan, random_plan
 from jurymast.supervisor import claiming
-from jurymast.supervisor.claiming import PoolAccess, Taking
+from jurymast.supervisor.claiming import Taking
 
 _lacking = pool.lacking
+_take = SimPoolAccess.take
 
 
 def _shared(seed: int) -> Plan:
@@ -20,8 +22,8 @@ def _shared(seed: int) -> Plan:
     return replace(plan, active=plan.nodes, spares=0, pool=4, members=2)
 
 
-async def _takes_anyway(access: PoolAccess, job: str) -> bool:
-    await access.take(job)
+async def _takes_anyway(access: SimPoolAccess, job: str) -> bool:
+    await _take(access, job)
     return True
 
 
@@ -38,7 +40,7 @@ def _nothing(*_: Any) -> list[Any]:
 
 
 PLANTED_POOL: dict[str, Any] = {
-    "65: a node is taken although another run has it": (_shared, [(claiming, "_takes", _takes_anyway)]),
+    "65: a node is taken although another run has it": (_shared, [(SimPoolAccess, "take", _takes_anyway)]),
     "66: nodes that wait are forgotten": (_shared, [(Taking, "take", _asks_slurm)]),
     "67: an answer is waited for without end": (_shared, [(claiming, "ANSWER_LIMIT_S", 1000.0)]),
     "68: one more node is kept waiting": (_shared, [(pool, "lacking", _one_more)]),

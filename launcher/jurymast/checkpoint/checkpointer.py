@@ -366,9 +366,11 @@ class Checkpointer:
         )  # fmt: skip
 
     def _tell_of_batch(self) -> None:
+        if not self._batch_differs:
+            return
         why, self._batch_differs = self._batch_differs, ""
         group = self._open()
-        if why and group.rank == 0 and is_kept(group.size):
+        if group.rank == 0 and is_kept(group.size):
             wanted = wanted_ranks(group.size)
             log.warning(
                 "with %d of %d ranks the batch of a step is not what it was: %s", group.size, wanted, why

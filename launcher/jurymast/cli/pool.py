@@ -1,4 +1,4 @@
-"""`jurymast pool`: nodes that wait for any of a team's runs."""
+"""`jurymast pool`: nodes that wait for any of a user's runs."""
 
 from __future__ import annotations
 

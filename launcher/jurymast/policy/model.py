@@ -523,7 +523,7 @@ class Policy(Section):
     failures: Failures = _key({}, "failure rate and restart budgets")
     nodes: Nodes = _key({}, "with how many nodes a run goes on")
     nodes_policy: NodesPolicy = _key({}, "what happens to bad nodes, and in place of lost ones")
-    pool: Pool = _key({}, "nodes that wait, which a team's runs share")
+    pool: Pool = _key({}, "nodes that wait, which all runs of a user share")
     health: Health = _key({}, "probes of GPUs and nodes, tests before use, slow ranks")
     network: Network = _key({}, "what nodes send each other")
     metrics: Metrics = _key({}, "where the run's metrics are given out")

@@ -71,16 +71,12 @@ async def claim(pool: PoolAccess, number: int) -> SmallJob | None:
     need = await pool.need() if waiting else None
     while need is not None and (member := best(waiting, need, pool.now())) is not None:
         waiting.remove(member)
-        if not await _takes(pool, member.job):
+        if not await pool.take(member.job):
             continue
         if why := await _why_lost(pool, member):
             raise SubmissionError(f"{member.node}, which waited in the pool as job {member.job}: {why}")
         return SmallJob(number, member.job, member.node)
     return None
-
-
-async def _takes(pool: PoolAccess, job: str) -> bool:
-    return await pool.take(job)
 
 
 async def _why_lost(pool: PoolAccess, member: PoolMember) -> str:

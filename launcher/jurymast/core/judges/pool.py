@@ -1,4 +1,4 @@
-"""Which waiting node of a team's pool suits a run, how many the pool lacks, and when one ends by itself."""
+"""Which waiting node of a pool suits a run, how many the pool lacks, and when one ends by itself."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class EndSmallJob(msgspec.Struct, frozen=True):
 
 
 class TopUpPool(msgspec.Struct, frozen=True):
-    """Submit what the team's pool of waiting nodes lacks, on none of the nodes of `exclude`. Answered by
+    """Submit what the pool of waiting nodes lacks, on none of the nodes of `exclude`. Answered by
     `on_pool_topped_up`."""
 
     exclude: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Has a pool of waiting nodes, which a team's runs share, kept as large as the policy says, while the run
-goes on. How nodes of it come to the run is `core.supervision.refilling`'s affair."""
+"""Has a pool of waiting nodes, which all runs of a user share, kept as large as the policy says, while the
+run goes on. How nodes of it come to the run is `core.supervision.refilling`'s affair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A team's pool of waiting nodes in the simulated cluster, whose members other runs take as well, and some of
+"""A user's pool of waiting nodes in the simulated cluster, whose members other runs take as well, and some of
 which do not answer, or end before they join; and what must hold for it."""
 
 from __future__ import annotations
