@@ -38,6 +38,9 @@ def command(what: str | None, policy: Path | None, directory: Path | None, as_js
     try:
         ended = end_all(place) if what else []
         view = pool_view(place)
+    except FileNotFoundError as error:
+        hint = "the first run whose policy names it makes it"
+        raise RunDirectoryError(f"pool.directory {root} is not there", hint=hint) from error
     except OSError as error:
         raise RunDirectoryError(f"pool.directory {root}: {error.strerror or error}") from error
     if as_json:
