@@ -31,7 +31,7 @@ from testcluster.processes import wait_until
 from testcluster.settings import USER
 
 LIMIT_S = 600.0
-LEFT_S = 120.0
+LEFT_S = 240.0  # a job that was preempted as its run ended is pending for two minutes, and then ends at once
 SHARE_MIB = 1024
 GRACE_S = 8
 _SCRIPT = SCRIPTS / "train_tiny.py"
@@ -166,7 +166,8 @@ def _submit(at: Stage, runs: Path, *options: str, train: list[str]) -> tuple[Pat
 
 
 def _left(at: Stage, run: SlurmRun) -> list[str]:
-    """What the run leaves behind, once its job is over."""
+    """What the run leaves behind, once its job is over. Images on disks of nodes that a requeue left are for
+    the agent of the next such run there to remove, so one is started."""
     cluster = at.cluster
 
     def over() -> bool:
@@ -176,11 +177,28 @@ def _left(at: Stage, run: SlurmRun) -> list[str]:
         wait_until(over, LEFT_S, "the end of the job", 1.0)
     found = cluster.leftovers()
     for name in cluster.nodes:
-        if cluster.machine(name).alive:
-            found += [f"{name}: port {port} is open" for port in _ports(cluster, name)]
-            found += _files(cluster, name)
+        if not cluster.machine(name).alive:
+            continue
+        found += [f"{name}: port {port} is open" for port in _ports(cluster, name)]
+        if _files(cluster, name) and not _had_last(cluster, run, name):
+            _run_next(at, run, name)
+        found += _files(cluster, name)
     found += [f"{path.name} on shared storage" for path in at.hosts_share.glob("*/.writing-*")]
     return found
+
+
+def _had_last(cluster: Cluster, run: SlurmRun, name: str) -> bool:
+    nodes = cluster.slurm(["scontrol", "show", "hostnames", cluster.job(run.job)["NodeList"]])
+    return name in nodes.split()
+
+
+def _run_next(at: Stage, run: SlurmRun, name: str) -> None:
+    """Have a run of one step on the node, with the policy and the folder of the run before."""
+    folder = run.directory.root.parent.name
+    policy = str(at.cluster.shared / f"{folder}.yaml")
+    options = ("--nodes", "1", "--spares", "0", "--partition", "low", "--nodelist", name, "--policy", policy)
+    _, job = _submit(at, at.runs / folder, *options, train=["--steps", "1"])
+    at.cluster.wait_job(job, "COMPLETED", deadline_s=LEFT_S)
 
 
 def _ports(cluster: Cluster, name: str) -> list[int]:
