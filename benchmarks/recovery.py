@@ -33,6 +33,7 @@ from benchmarks.side_by_side.systems import (
     IN_PROCESS,
     JURYMAST,
     NVRX,
+    REFILL,
     SAVE_EVERY,
     STEP_S,
     TORCHRUN_OWN_STORE,
@@ -48,6 +49,7 @@ NODES = 6
 SETTLE_S = 5.0
 PEER_RATIO = 5.0
 NOTICED_TARGET_S = 0.15  # in process
+REFILL_TARGET_S = 5.0
 QUICK_CASES = ("worker_kill", "power_loss")
 QUICK_SYSTEMS = (JURYMAST, TORCHRUN_OWN_STORE)
 QUICK_BUDGET_S = 50.0
@@ -97,6 +99,8 @@ class Bench:
             return self.missing[system.key]
         if not case.spares and system.without_spare:
             return system.without_spare
+        if case.spares and system.with_spare:
+            return system.with_spare
         if self.quick and (case.name not in QUICK_CASES or system.key not in QUICK_SYSTEMS):
             return "not run by --quick"
         if any(sample["repeat"] == repeat for sample in done):
@@ -210,6 +214,9 @@ def targets(bench: Bench, found: Sequence[Row]) -> list[Target]:
             wanted.append(
                 Target(f"{case.name}_in_process", next(noticed, None), NOTICED_TARGET_S, "lower", NOTICED)
             )
+        if (system := bench.system(REFILL)) is not None and not case.spares:
+            median = next((row.median for row in of_case if row.system == system.label), None)
+            wanted.append(Target(f"{case.name}_with_refill", median, REFILL_TARGET_S, "lower"))
         peers = [row for row in of_case if not row.system.startswith(common.JURYMAST) and row.n]
         wanted.append(_against_best(f"{case.name}_vs_best_peer", own, peers))
     return wanted

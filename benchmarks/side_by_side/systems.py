@@ -34,9 +34,10 @@ NVRX_VERSION = "0.4.1"
 # Of a failed job's output: the exception that ended a launcher or a rank, not what Slurm says about it.
 TELLING = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Timeout)\b|\w+ timeout")
 SLURMS_OWN = ("srun: ", "slurmstepd: ")
-JURYMAST, IN_PROCESS, TORCHRUN, TORCHRUN_OWN_STORE, REQUEUE, NVRX = (
-    "jurymast", "in-process", "torchrun", "torchrun-own-store", "requeue", "nvrx",
+JURYMAST, IN_PROCESS, REFILL, TORCHRUN, TORCHRUN_OWN_STORE, REQUEUE, NVRX = (
+    "jurymast", "in-process", "refill", "torchrun", "torchrun-own-store", "requeue", "nvrx",
 )  # fmt: skip
+WITH_REFILL = "nodes_policy: {refill: on}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class System:
     """A launcher. `key` is what `--systems` takes, `label` what a row shows.
 
     `instead_of`: only tried in a case in which that other system has not recovered yet.
-    `without_spare`: why it has no row in a case without a spare; empty: it has one.
+    `without_spare`, `with_spare`: why it has no row in a case without a spare, or with one; else empty.
     """
 
     key: str
@@ -82,6 +83,7 @@ class System:
     submit: Callable[[Cluster, Place], Started]
     instead_of: str = ""
     without_spare: str = ""
+    with_spare: str = ""
 
 
 def systems(cache: Path) -> list[System]:
@@ -94,6 +96,10 @@ def systems(cache: Path) -> list[System]:
     return [
         System(JURYMAST, common.JURYMAST, submit_jurymast(TRAIN)),
         System(IN_PROCESS, f"{common.JURYMAST} in process", submit_jurymast(TRAIN_IN_PROCESS)),
+        System(
+            REFILL, f"{common.JURYMAST} with refill", submit_jurymast(TRAIN_CHECKPOINTER, WITH_REFILL),
+            with_spare="not run: the spare takes the place of what was lost",
+        ),
         System(TORCHRUN, torchrun, submit_torchrun({}), without_spare=lost),
         System(
             TORCHRUN_OWN_STORE, f"{torchrun} {OWN_STORE}=1", submit_torchrun({OWN_STORE: "1"}),
@@ -109,13 +115,18 @@ def nvrx_python(cache: Path) -> Path:
     return cache / f"nvrx-{NVRX_VERSION}" / "bin" / "python"
 
 
-def submit_jurymast(script: Path) -> Callable[[Cluster, Place], Started]:
-    """`jurymast submit` with its defaults, of this training."""
+def submit_jurymast(script: Path, policy: str = "") -> Callable[[Cluster, Place], Started]:
+    """`jurymast submit` with its defaults, or with what this policy says, of this training."""
 
     def submit(cluster: Cluster, place: Place) -> Started:
         runs = place.folder / "runs"
         command = [str(cluster.python.parent / "jurymast"), "submit", "--runs", str(runs), "--parsable"]
-        command += ["--nodes", str(ACTIVE), "--spares", str(place.spares), "--", *place.command(script)]
+        command += ["--nodes", str(ACTIVE), "--spares", str(place.spares)]
+        if policy:
+            file = place.folder / "policy.yaml"
+            file.write_text(f"{policy}\n")
+            command += ["--policy", str(file)]
+        command += ["--", *place.command(script)]
         told = cluster.login(command, env=ENVIRONMENT, cwd=place.folder).stdout
         job = told.strip()
         run = find_run(job, runs).root
