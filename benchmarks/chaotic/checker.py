@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.chaotic.faultlog import Struck, read_log
-from benchmarks.chaotic.plans import KINDS, NODE, RANK, Plan, cancels, destroys, loses_replicas
+from benchmarks.chaotic.plans import ENDS_JOB, KINDS, NODE, RANK, Plan, cancels, destroys, loses_replicas
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
 from jurymast.core.state.images import LIVE
@@ -191,7 +191,10 @@ def may_be(struck: Struck, one: Incident) -> bool:
     """Whether the fault may have led to the incident."""
     causes = KINDS[struck.kind].causes
     begins, ends = struck.at - EARLY_S, struck.until + LATE_S
-    return one.cause in causes and begins <= one.detected_at and one.fault_at <= ends
+    # The end of the job is the cause of what else was lost just before it, and was not decided on yet.
+    over_at = one.recovered_at or one.ended_at or one.detected_at
+    last = over_at if struck.kind in ENDS_JOB else one.detected_at
+    return one.cause in causes and begins <= last and one.fault_at <= ends
 
 
 def _noticed(evidence: Evidence) -> Iterator[str]:

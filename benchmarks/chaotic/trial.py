@@ -166,8 +166,7 @@ def _submit(at: Stage, runs: Path, *options: str, train: list[str]) -> tuple[Pat
 
 
 def _left(at: Stage, run: SlurmRun) -> list[str]:
-    """What the run leaves behind, once its job is over. Images on disks of nodes that a requeue left are for
-    the agent of the next such run there to remove, so one is started."""
+    """What the run leaves behind, once its job is over, and the next run has removed what is for it."""
     cluster = at.cluster
 
     def over() -> bool:
@@ -175,30 +174,41 @@ def _left(at: Stage, run: SlurmRun) -> list[str]:
 
     with suppress(DeadlineError):
         wait_until(over, LEFT_S, "the end of the job", 1.0)
+    for name in _for_the_next(at, run):
+        _run_next(at, run, name)
     found = cluster.leftovers()
-    for name in cluster.nodes:
-        if not cluster.machine(name).alive:
-            continue
+    for name in _alive(cluster):
         found += [f"{name}: port {port} is open" for port in _ports(cluster, name)]
-        if _files(cluster, name) and not _had_last(cluster, run, name):
-            _run_next(at, run, name)
         found += _files(cluster, name)
-    found += [f"{path.name} on shared storage" for path in at.hosts_share.glob("*/.writing-*")]
-    return found
+    return found + [f"{name} on shared storage" for name in _unfinished(at)]
 
 
-def _had_last(cluster: Cluster, run: SlurmRun, name: str) -> bool:
-    nodes = cluster.slurm(["scontrol", "show", "hostnames", cluster.job(run.job)["NodeList"]])
-    return name in nodes.split()
+def _for_the_next(at: Stage, run: SlurmRun) -> list[str]:
+    """The nodes on which the next run is to remove something: images on disks of nodes that a requeue left;
+    and on any node an unfinished write, whose process died as the run ended."""
+    cluster = at.cluster
+    alive, had = _alive(cluster), cluster.job(run.job)["NodeList"]
+    last = cluster.slurm(["scontrol", "show", "hostnames", had]).split()
+    images = [name for name in alive if name not in last and _files(cluster, name)]
+    return images or (alive[:1] if _unfinished(at) else [])
 
 
 def _run_next(at: Stage, run: SlurmRun, name: str) -> None:
-    """Have a run of one step on the node, with the policy and the folder of the run before."""
+    """Have a run of one step on the node, with the policy and the folders of the run before."""
     folder = run.directory.root.parent.name
     policy = str(at.cluster.shared / f"{folder}.yaml")
     options = ("--nodes", "1", "--spares", "0", "--partition", "low", "--nodelist", name, "--policy", policy)
-    _, job = _submit(at, at.runs / folder, *options, train=["--steps", "1"])
+    train = ["--steps", "1", "--checkpoints", str(at.share / folder)]
+    _, job = _submit(at, at.runs / folder, *options, train=train)
     at.cluster.wait_job(job, "COMPLETED", deadline_s=LEFT_S)
+
+
+def _alive(cluster: Cluster) -> list[str]:
+    return [name for name in cluster.nodes if cluster.machine(name).alive]
+
+
+def _unfinished(at: Stage) -> list[str]:
+    return [path.name for path in at.hosts_share.glob("*/.writing-*")]
 
 
 def _ports(cluster: Cluster, name: str) -> list[int]:

@@ -136,6 +136,16 @@ def test_a_node_that_leaves_for_its_full_disk_has_a_fault() -> None:
     assert wrong(one) == []
 
 
+def test_the_end_of_the_job_explains_an_incident_that_was_open_then_and_no_other() -> None:
+    ended = Struck("preempted", "", at=172.0, done_at=172.1, until=172.1, phase="running")
+    one = evidence(log=[*LOG, Struck("agent", "n2", at=170.0, done_at=170.0, until=170.0), ended])
+    one.state.incidents.append(incident(3, "preempted", "", 170.1, "requeue"))
+    one.report["incidents"].append({})
+    assert wrong(one) == []
+    one.state.incidents[-1].recovered_at = 170.9
+    only(wrong(one), "incident 3 (preempted , requeue) has no fault")
+
+
 def test_another_cause_and_another_node_are_noticed() -> None:
     one = evidence()
     one.state.incidents[1].cause = "worker_exception"
