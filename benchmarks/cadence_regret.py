@@ -71,7 +71,7 @@ class Adaptive:
             failures=FailureRate(0.0, prior(prior_rate)),
         )  # fmt: skip
         step(self._state, ev.Saved(t=0.0, attempt=1, step=0, tier=MEMORY, ok=True, stall_s=SAVE_S))
-        self._ranks = SimRanks(self._state, Cadence())
+        self._ranks = SimRanks(self._state, Cadence(), 0.0)
 
     def seconds(self, now: float) -> float:
         again_s: float | None = 0.0

@@ -8,11 +8,14 @@ import pytest
 
 from jurymast.core.checkpoints.agreement import HOLD_S, MARGIN_BEATS, SAMPLE_S, Agreement
 from jurymast.core.judges.cadence import lately_s
+from jurymast.core.judges.forecast import SLOWDOWN
 from jurymast.core.run.machine import step as take
+from jurymast.core.run.recording import copied
 from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Effect, Record, Send
 from jurymast.core.state.failure_rate import DAY_S, FailureRate, prior
+from jurymast.core.state.images import PEER, StateId
 from jurymast.core.state.incident import APPLICATION, INFRASTRUCTURE, PREEMPTION, Incident
 from jurymast.core.state.messages import Beat, CadenceReport
 from jurymast.core.state.run import Node, Phase, Role, RunState, expected_mtbf_s
@@ -88,6 +91,9 @@ class Site:
                 stall_s=stall_s, size_bytes=1,
             )
         )  # fmt: skip
+
+    def copied(self, seconds: float) -> None:
+        self.feed(copied(PEER, StateId(self.done, self.attempt), self.time, seconds=seconds).event)
 
     def told(self) -> list[ev.CadenceSet]:
         return [event for event in self.events if isinstance(event, ev.CadenceSet)]
@@ -423,15 +429,46 @@ def test_a_save_that_does_not_come_in_time_is_not_waited_for_longer() -> None:
     assert not site.agreement.save_first("drain", 10.0, site.time)
 
 
-def test_steps_are_slower_while_copies_are_written_by_so_much() -> None:
+def slowed(site: Site, saves: int) -> None:
+    """Save so often; each time four steps take a fifth longer, until another node has the copy."""
+    for _ in range(saves):
+        site.saved(0.0)
+        site.go_on(2.4, 0.6)
+        site.copied(2.4)
+        site.go_on(12.0)
+
+
+def test_what_copies_take_from_steps_is_a_part_of_what_a_save_costs() -> None:
     site = Site(rate=4000.0)
-    for copying, step_s in ((False, 0.5), (True, 0.6)) * 3:
-        site.copying = copying
-        site.go_on(12.0, step_s)
-    site.saved(1.0)
+    site.go_on(12.0)
+    slowed(site, 2)
+    assert site.agreement.slowdown == SLOWDOWN, "expected, as two saves say nothing"
+    slowed(site, 4)
     saving = site.agreement.saving
     assert saving is not None
-    assert saving.slowdown == pytest.approx(0.2, abs=0.05)
+    assert saving.slowdown == pytest.approx(0.4 / 2.4, rel=0.01)
+    assert saving.cost_s == pytest.approx(0.4, rel=0.01)
+    told = site.told()[-1]
+    assert told.slowdown == pytest.approx(saving.slowdown, rel=0.01)
+    assert told.interval_s == pytest.approx((2 * 0.4 * told.mtbf_s) ** 0.5, rel=0.05)
+    heir = Agreement(site.state, slowdown=0.5)
+    assert heir.slowdown == told.slowdown, "a supervisor that takes over knows it from the journal"
+    site.state.cadence = None
+    assert heir.slowdown == 0.5
+
+
+def test_what_was_measured_of_copies_holds_in_the_next_attempt() -> None:
+    site = Site(rate=4000.0)
+    site.go_on(12.0)
+    slowed(site, 5)
+    before = site.agreement.slowdown
+    site.state.attempt = site.attempt = 2
+    site.time += 30.0  # a restart, which is no step
+    site.done -= 10
+    site.go_on(12.0)
+    assert site.agreement.slowdown == before
+    slowed(site, 2)
+    assert site.agreement.slowdown == pytest.approx(before, rel=0.01)
 
 
 def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
@@ -447,6 +484,7 @@ def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
     found = cadence_json(site.state, plan, site.time)
     told = site.told()[-1]
     assert found["every_steps"] == told.every_steps
+    assert found["cost_seconds"] == found["stall_seconds"] == 1.0
     assert found["next_save_step"] == told.first_step
     assert found["rate"]["mean"] == pytest.approx(4000.0, rel=0.01)
     assert found["rate"]["low"] < 2200 < 6000 < found["rate"]["high"]
@@ -455,7 +493,8 @@ def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
     assert saves.startswith(f"saves      every {told.every_steps} steps (")
     assert f"next at step {told.first_step}" in saves
     assert saves.endswith(
-        "what loses least at this failure rate, twice the failure rate would cost 0.1 points of goodput"
+        "what loses least at this failure rate, a save costs 1.0 s, "
+        "twice the failure rate would cost 0.1 points of goodput"
     )
     assert failures.endswith(
         "after 0 failures of nodes here, 3 in 41 node-days of 2 earlier runs, no Slurm accounting"

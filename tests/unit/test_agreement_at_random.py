@@ -87,7 +87,7 @@ class World:
 
     def supervise(self) -> Agreement:
         agreement = Agreement(self.state)
-        agreement.samples.append((STEP_S, False))
+        agreement.samples.append(STEP_S)
         return agreement
 
     def do(self, effects: list[Effect]) -> None:
@@ -137,7 +137,7 @@ class World:
             self.agreement.ask("a test")
         elif what < 0.975:  # steps change their length, and with it the number of them between saves
             self.agreement.samples.clear()
-            self.agreement.samples.append((self.chance.choice([0.02, 0.1, 0.5]), False))
+            self.agreement.samples.append(self.chance.choice([0.02, 0.1, 0.5]))
         elif what < 0.978:
             self.take_over()
 

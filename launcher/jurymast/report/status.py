@@ -446,7 +446,7 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
     values: dict[str, Any] = {
         "every_steps": state.settings.cadence_steps, "every_seconds": state.settings.cadence_s,
         "from_step": None, "next_save_step": next_save(state), "reason": None, "asked_by": None,
-        "stall_seconds": None, "durable_every_seconds": shared, "mtbf_seconds": None,
+        "stall_seconds": None, "cost_seconds": None, "durable_every_seconds": shared, "mtbf_seconds": None,
         "cost_if_rate_twice": None, "rate": _rate(state, plan, now),
     }  # fmt: skip
     if agreed is None:
@@ -459,7 +459,8 @@ def cadence_json(state: RunState, plan: RunPlan, now: float) -> dict[str, Any]:
     values.update(
         every_steps=agreed.every_steps or values["every_steps"], every_seconds=every_s,
         from_step=agreed.from_step, reason=agreed.reason, asked_by=agreed.by or None,
-        stall_seconds=agreed.stall_s or None, mtbf_seconds=agreed.mtbf_s or None,
+        stall_seconds=agreed.stall_s or None, cost_seconds=saving.cost_s if agreed.stall_s else None,
+        mtbf_seconds=agreed.mtbf_s or None,
         cost_if_rate_twice=cost_if(every_s, saving, agreed.mtbf_s) if known and every_s else None,
     )  # fmt: skip
     return values
@@ -511,6 +512,8 @@ def _saves(found: Mapping[str, Any]) -> str:
         parts.append(f"durable every {duration(found['durable_every_seconds'])}")
     if found["reason"]:
         parts.append(str(found["reason"]))
+    if found["cost_seconds"]:
+        parts.append(f"a save costs {duration(found['cost_seconds'])}")
     if found["cost_if_rate_twice"] is not None:
         parts.append(
             f"twice the failure rate would cost {100 * found['cost_if_rate_twice']:.1g} points of goodput"

@@ -265,12 +265,13 @@ def _number(path: Path, name: str, value: object, least: float) -> float:
 
 
 class SimRanks:
-    """All ranks of a simulated run. `asked` is the cadence that the script requests. Times are the
-    simulation's; steps count from the start of the run."""
+    """All ranks of a simulated run. `asked` is the cadence that the script requests; `slowdown`: by how much
+    copies slow steps, which the run knows. Times are the simulation's; steps count from the start of the
+    run."""
 
-    def __init__(self, state: RunState, asked: Cadence) -> None:
+    def __init__(self, state: RunState, asked: Cadence, slowdown: float) -> None:
         self._state, self._asked = state, asked
-        self.agreement = Agreement(state)
+        self.agreement = Agreement(state, slowdown)
         self._begin()
 
     def _begin(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from jurymast.core.checkpoints.agreement import AS_ASKED
 from jurymast.core.goodput import Account, SaveCounts, Stay, StepCounts, cut_out, to_us
 from jurymast.core.judges.cadence import Cadence
-from jurymast.core.judges.forecast import REPLICATE_GUESS_S, STALL_GUESS_S
+from jurymast.core.judges.forecast import REPLICATE_GUESS_S, SLOWDOWN, STALL_GUESS_S
 from jurymast.core.judges.silence import steady_limit_s
 from jurymast.core.run.recovery import LAUNCH_LIMIT_S, STOP_LIMIT_S
 from jurymast.core.run.sparing import IN_PROCESS
@@ -50,6 +50,8 @@ NOT_REPLAYED = frozenset({"preempted", "job_ended", "allocation_lost", "rollback
 LEAST_S = 120.0
 # More incidents would take longer to simulate than somebody waits for a report.
 INCIDENTS_MAX = 300
+# Of the time of a run's steps, at most so much is taken for what copies took.
+SLOWED_MAX = 0.5
 # Of so many nodes each is simulated by itself: more would take too long.
 NAMED_MAX = 64
 # Longer than any run, in seconds.
@@ -235,12 +237,17 @@ def _durations(
     requeues = [_waited_s(one, account, saving_s) for one in _requeues(state)]
     peer_s = saved[PEER].seconds if PEER in saved else REPLICATE_GUESS_S
     restore_s = fmean(restores or reads or [0.0])
+    copy_s = peer_s if settings.memory else write_s
+    # The run's steps are slower on average than they are without copies.
+    slowdown = (saves.agreed.slowdown if saves.agreed else 0.0) or SLOWDOWN
+    trained_s = account.placed_us("step") / 1e6
+    slowed_s = saves.done * copy_s * slowdown / (1.0 + slowdown)
     return Durations(
         detection_s=silent_s or steady_limit_s(settings.heartbeat_s, settings.node_lost_after_s),
         stop_s=silent.stop_s, launch_s=silent.launch_s, restore_s=restore_s,
-        warm_up_s=warm_up_s, step_s=step_s, kinds=kinds,
+        warm_up_s=warm_up_s, step_s=step_s * (1.0 - min(SLOWED_MAX, slowed_s / trained_s)), kinds=kinds,
         stall_s=saves.stall_s / saves.done if saves.done else STALL_GUESS_S,
-        copy_s=peer_s if settings.memory else write_s,
+        copy_s=copy_s, slowdown=slowdown,
         requeue_s=fmean(requeues) if requeues else QUEUE_S,
         write_s=write_s if settings.memory else None,
         read_s=fmean(reads) if reads else max(write_s, restore_s),

@@ -120,7 +120,7 @@ class Simulation:
         self._names = Names(setup.nodes, setup.spares, 0, self._named)
         self.state = self._fresh_state()
         self.ledger = Ledger(self.state)
-        self._ranks = SimRanks(self.state, cadence)
+        self._ranks = SimRanks(self.state, cadence, self._d.slowdown)
         self._dead: set[str] = set()  # not detected yet
         self._training = False
         self._segment = (0.0, 0, False)  # start, steps before it, copies are made during it

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
+from jurymast.core.checkpoints.slowdown import Slowdown
 from jurymast.core.judges.cadence import (
     FIRST_SHARE,
     SHORTEST_S,
@@ -37,8 +38,6 @@ LOOK_INTERVAL_S = 0.5
 HOLD_S = 5.0
 SAMPLE_S = 2.0
 RECENT = 9
-# This many samples while copies are written, and as many while none are, show how much they slow training.
-SLOWDOWN_SAMPLES, SLOWDOWN_MAX = 8, 0.5
 # A proposal takes effect this many heartbeats ahead: one to show it, one for messages on their way.
 MARGIN_BEATS = 3.0
 MARGIN_MAX_S = 60.0
@@ -90,11 +89,14 @@ class NextSave:
 
 class Agreement:
     """Proposes and settles schedules of saves. Times are the supervisor's clock. A request is proposed at the
-    next `look`."""
+    next `look`. `slowdown` is expected of copies until it is measured."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, slowdown: float = SLOWDOWN) -> None:
         self.state = state
-        self.samples: deque[tuple[float, bool]] = deque(maxlen=64)
+        self.samples: deque[float] = deque(maxlen=RECENT)  # seconds per step
+        self._expected = slowdown
+        self._measured = Slowdown()
+        self._copying_since = math.inf
         self._look_at = 0.0
         self._attempt = 0
         self._waiting: dict[str, _Wait] = {}  # by what the save is asked for
@@ -105,6 +107,8 @@ class Agreement:
         saves cost."""
         self._attempt = self.state.attempt
         self._places = frozenset(self.state.placement)
+        self._first_place = next(iter(self.state.placement), "")
+        self._measured.begin()
         # Each node's newest heartbeat, and what all of them showed when they were last looked at: thousands
         # of nodes are only while there is something to decide.
         self._heard: dict[str, tuple[list[RankReport], CadenceReport]] = {}
@@ -138,6 +142,8 @@ class Agreement:
         if beat.attempt != self._attempt or node not in self._places or report is None or not ranks:
             return []
         self._heard[node] = ranks, report
+        if node == self._first_place and (ago_s := ranks[0].beat_s) is not None:  # all ranks step together
+            self._measured.on_step(ranks[0].step, now - ago_s)
         current = self._current
         shown = self._decided and (report.number, report.decided)
         if current is None or shown == (current.number, self._decided):
@@ -149,10 +155,15 @@ class Agreement:
 
     def on_event(self, event: ev.Event) -> None:
         """Process what the journal says about saves."""
-        if not isinstance(event, ev.Saved) or event.copied or event.attempt != self._attempt:
+        if not isinstance(event, ev.Saved):
+            return
+        if event.copied:
+            self._measured.on_copied(event.t, event.seconds)
+        if event.copied or event.attempt != self._attempt:
             return
         if event.ok:
             self._saved_step = max(self._saved_step, event.step)
+            self._measured.on_saved(event.step, event.stall_s, self._copying_since, event.t)
         elif self.state.cadence is not None and event.step == self.state.cadence.first_step:
             by = self.state.cadence.by
             if by and self._tries > 0:
@@ -249,6 +260,7 @@ class Agreement:
 
     def on_time(self, now: float, *, copying: bool = False) -> list[Effect]:
         """Propose what is due; cheap if nothing is. `copying`: agents write copies to storage."""
+        self._copying_since = min(self._copying_since, now) if copying else math.inf
         if now < self._look_at or self.state.phase is not Phase.RUNNING:
             return []
         self._look_at = now + LOOK_INTERVAL_S
@@ -257,7 +269,7 @@ class Agreement:
         self._all_step = self._all_step or self._see_all()
         if not self._all_step:
             return []
-        self._measure(now, copying)
+        self._measure(now)
         if adopted := self._adopt(now):
             return adopted
         if self._undecided():
@@ -306,7 +318,7 @@ class Agreement:
     @property
     def step_s(self) -> float:
         """Return the seconds per step, saves included. There must be samples."""
-        return median([took_s for took_s, _ in self.samples][-RECENT:] if self.samples else [1.0])
+        return median(self.samples or [1.0])
 
     def next_save(self) -> NextSave | None:
         """Return when ranks save next, as far as heartbeats show it; None if that is not known."""
@@ -321,14 +333,14 @@ class Agreement:
 
     @property
     def slowdown(self) -> float:
-        """The share by which steps are slower while copies are written: measured, or else expected."""
-        during = [took_s for took_s, copying in self.samples if copying]
-        quiet = [took_s for took_s, copying in self.samples if not copying]
-        if min(len(during), len(quiet)) < SLOWDOWN_SAMPLES:
-            return SLOWDOWN
-        return min(SLOWDOWN_MAX, max(0.0, median(during) / median(quiet) - 1.0))
+        """The share by which steps are slower while copies are under way: measured, or as an earlier
+        supervisor measured it, or else expected."""
+        if (share := self._measured.share) is not None:
+            return share
+        told = self.state.cadence
+        return (told.slowdown if told else 0.0) or self._expected
 
-    def _measure(self, now: float, copying: bool) -> None:
+    def _measure(self, now: float) -> None:
         """Take a sample of the step time every few seconds; all ranks step together."""
         ranks, _ = next(iter(self._heard.values()))
         step = min(rank.step for rank in ranks)
@@ -336,7 +348,7 @@ class Agreement:
             self._first = self._sampled = (step, now)
         before, at = self._sampled or (step, now)
         if step > before and now >= at + SAMPLE_S:
-            self.samples.append(((now - at) / (step - before), copying))
+            self.samples.append((now - at) / (step - before))
             self._sampled = (step, now)
 
     @property
