@@ -15,7 +15,7 @@ from benchmarks.chaotic.faultlog import Struck, read_log
 from benchmarks.chaotic.plans import ENDS_JOB, KINDS, NODE, RANK, Plan, cancels, destroys, loses_replicas
 from jurymast.core.run.machine import step
 from jurymast.core.state import events as ev
-from jurymast.core.state.images import LIVE
+from jurymast.core.state.images import LIVE, SHARED
 from jurymast.core.state.incident import Incident
 from jurymast.core.state.run import ENDED, Phase, RunState
 from jurymast.journal import events, initial_state, read
@@ -135,10 +135,11 @@ def _restores(evidence: Evidence) -> Iterator[str]:
     """Nothing older was restored than what the plan cannot have destroyed; and what was said was done."""
     safe_in = ("shared",) if loses_replicas(evidence.plan) else ("shared", "peer")
     safe, planned = 0, None
-    restored = set[int]()
+    restored, written = set[int](), set[int]()
     for event in evidence.events:
         if isinstance(event, ev.Saved) and event.ok and event.tier in safe_in:
             safe = max(safe, event.step)
+            written |= {event.step} if event.tier == SHARED else set()
         elif isinstance(event, ev.RestorePlanned):
             planned = event
             if event.step < (floor := _floor(evidence, safe, event.t)):
@@ -147,7 +148,9 @@ def _restores(evidence: Evidence) -> Iterator[str]:
             restored.add(event.attempt)
             damaged = any(one.damaged for one in evidence.struck)
             told = None if planned is None else planned.step
-            newer = event.tier == LIVE and told is not None and event.step > told
+            # Ranks that live have it, or its write was over in the meantime.
+            found = event.tier == LIVE or (event.tier == SHARED and event.step in written)
+            newer = found and told is not None and event.step > told
             if told is None or (event.step != told and not newer and not (damaged and event.step < told)):
                 yield f"attempt {event.attempt} restored step {event.step}, and was told {told}"
         elif isinstance(event, ev.Progress) and event.attempt not in restored:

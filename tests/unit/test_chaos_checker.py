@@ -196,6 +196,19 @@ def test_a_restore_of_what_was_not_planned_is_noticed_unless_that_was_damaged() 
     only(wrong(evidence(without)), "attempt 3 did steps and had restored nothing")
 
 
+def test_a_restore_of_a_newer_step_that_was_on_storage_in_the_meantime_is_right() -> None:
+    def found(*in_between: ev.Event) -> list[str]:
+        planned, done, stepped = restored(2, 40, 102.0, planned=0)
+        assert isinstance(done, ev.Restored)
+        done = structs.replace(done, tier="shared")
+        return wrong(
+            evidence([*restored(1, 0, 90.0), planned, *in_between, done, stepped, *restored(3, 120, 151.0)])
+        )
+
+    assert found(saved(40, 102.1, "shared")) == []
+    only(found(saved(30, 102.1, "shared")), "attempt 2 restored step 40, and was told 0")
+
+
 def test_ranks_that_live_may_go_on_from_a_newer_step_than_was_saved_but_from_no_older_one() -> None:
     def lives(step: int) -> list[ev.Event]:
         events = [*restored(1, 0, 90.0), *restored(2, step, 102.0, planned=40), *restored(3, 120, 151.0)]
