@@ -113,25 +113,54 @@ def standard_streams(folder: Path, *, together: bool = False) -> Iterator[Path]:
             os.close(descriptor)
 
 
-# What srun 22.05 made of them: job 102, step 3, task 1 of its node n2.
+# What srun made of them: job 102, step 3, task 1 of its node n2; task 13 of an array.
 NAMES = [
-    ("%u-%x-%A-%a-%s-%J-%n-%N", "me-my job-102-4294967294-3-102.3-1-n2"),
+    ("%u-%x-%A-%s-%J-%n-%N", "me-my job-102-3-102.3-1-n2"),
     ("%3t-%3n-%15t", "001-001-0000000001"),
     ("%20j-%3s-%9J-%5x-%4N", "0000000102-003-000000102.3-my job-n2"),
-    ("%%-%5j", "%-00102"),
+    ("%%-%5j-%-%x", "%-00102-%-my job"),
     ("back\\%j", "back%j"),
     ("back\\%t-%t", "back%t-%t"),
-    ("%q-%2m", "%q-2m"),
+    ("%q", "%q"),
     ("plain", "plain"),
 ]
+IN_AN_ARRAY = {"SLURM_ARRAY_TASK_ID": "13"}
+# Of these fields, what srun 22.05, 24.11 and 26.05 made.
+NAMES_BY_RELEASE = [
+    ("%a", {}, "4294967294", "4294967294", "0"),
+    ("%3a", {}, "4294967294", "4294967294", "000"),
+    ("%b-%3b", {}, "%b-3b", "4-004", "0-000"),
+    ("%12a-%b-%3b", IN_AN_ARRAY, "0000000013-%b-3b", "0000000013-3-003", "0000000013-3-003"),
+    ("%r-%3r-%S-%5S", {}, "%r-3r-%S-5S", "%r-3r-%S-5S", "0-000-s8ANM8QKR1ZP00-s8ANM8QKR1ZP00"),
+    ("%r", {"SLURM_RESTART_COUNT": "2"}, "%r", "%r", "2"),
+    ("%2m-%5%-%5-", {}, "2m-5%-5-", "2m-5%-5-", "%2m-%5%-%5-"),
+    ("%x%", {}, "my job%", "my job%", "my job"),
+]
+RELEASES = [(22, 5, 8), (24, 11, 5), (26, 5, 1)]
+OF_THE_STEP = {
+    "SLURM_JOB_ID": "102", "SLURM_STEP_ID": "3", "SLURM_JOB_NAME": "my job", "USER": "me",
+    "SLURM_JOB_SLUID": "s8ANM8QKR1ZP00",
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("installed", RELEASES, ids=str)
 @pytest.mark.parametrize(("pattern", "name"), NAMES)
-def test_names_of_files_are_sruns(pattern: str, name: str) -> None:
-    environment = {
-        "SLURM_JOB_ID": "102", "SLURM_STEP_ID": "3", "SLURM_JOB_NAME": "my job", "USER": "me",
-    }  # fmt: skip
-    assert expanded(pattern, environment, 1, 1, "n2") == name
+def test_names_of_files_are_sruns(
+    pattern: str, name: str, installed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "release", lambda: installed)
+    assert expanded(pattern, OF_THE_STEP, 1, 1, "n2") == name
+
+
+@pytest.mark.parametrize(("pattern", "more", "old", "middle", "new"), NAMES_BY_RELEASE)
+def test_names_of_files_are_those_of_the_installed_srun(
+    pattern: str, more: dict[str, str], old: str, middle: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for installed in RELEASES:
+        monkeypatch.setattr(output_module, "release", lambda installed=installed: installed)
+        found.append(expanded(pattern, {**OF_THE_STEP, **more}, 1, 1, "n2"))
+    assert found == [old, middle, new]
 
 
 def test_a_name_with_the_steps_number_waits_for_it(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Where a step's output goes: what srun's options and variables say of it, and the relay of the ranks' logs.
 
-Measured with srun 22.05: a name with a backslash is taken literally, without its backslashes; a number that a
-task has selects that task; names that begin with `all` or `-` mean the standard output; widths are at most
-10, and names have none.
+Measured with srun 22.05, 24.11 and 26.05: a name with a backslash is taken literally, without its backslashes;
+a number that a task has selects that task; names that begin with `all` or `-` mean the standard output; widths
+are at most 10, and names have none.
 """
 
 from __future__ import annotations
@@ -26,40 +26,53 @@ from jurymast.script.notes import say
 # ---- names of files
 
 TASK_FIELDS, STEP_FIELDS = "tnN", "sJ"
-FIELD = re.compile(r"%(\d*)([a-zA-Z%])")
+FIELD = re.compile(r"%(\d*)(.?)", re.DOTALL)
 WIDTH_MAX = 10
 NO_ARRAY = "4294967294"  # Slurm's %a outside an array
+# From which releases on srun knows %b, and %r and %S; the latter also leave what they do not know as it is,
+# and have 0 for %a outside an array. Those between 22.05, 24.11 and 26.05 were not tried.
+TENTHS_SINCE, RESTARTS_SINCE = (24, 11), (26, 5)
+# Fields without a width.
+NAMES = "xuNS"
 
 
 def expanded(pattern: str, environment: Mapping[str, str], task: int, node: int = 0, host: str = "") -> str:
     """srun's file name with its % fields filled in, for a task of the step and its node (both by number),
-    which is called `host`. Unknown fields stay."""
+    which is called `host`."""
     if "\\" in pattern:
         return pattern.replace("\\", "")
+    new = release() >= RESTARTS_SINCE
     job = environment.get("SLURM_JOB_ID", "")
     step = environment.get("SLURM_STEP_ID", "")
+    index = environment.get("SLURM_ARRAY_TASK_ID") or ("0" if new else NO_ARRAY)
     values = {
         "t": str(task), "n": str(node), "N": host, "j": job,
-        "A": environment.get("SLURM_ARRAY_JOB_ID") or job,
-        "a": environment.get("SLURM_ARRAY_TASK_ID") or NO_ARRAY, "s": step,
+        "A": environment.get("SLURM_ARRAY_JOB_ID") or job, "a": index, "s": step,
         "x": environment.get("SLURM_JOB_NAME", ""), "u": environment.get("USER", ""),
     }  # fmt: skip
+    if release() >= TENTHS_SINCE:
+        values["b"] = index[-1]
+    if new:
+        values["r"] = environment.get("SLURM_RESTART_COUNT", "0")
+        values["S"] = environment.get("SLURM_JOB_SLUID", "")
 
     def fill(match: re.Match[str]) -> str:
         width, name = min(int(match[1] or 0), WIDTH_MAX), match[2]
-        if name == "%":
-            return match[1] + "%"
+        if name == "%" and not match[1]:
+            return "%"
         if name == "J":
             return f"{job.zfill(width)}.{step}"
-        if name not in values:
-            return match[1] + name if match[1] else match[0]
-        return values[name] if name in "xuN" else values[name].zfill(width)
+        if name in values:
+            return values[name] if name in NAMES else values[name].zfill(width)
+        if new:  # a % at the end is lost
+            return match[0] if name else match[1]
+        return match[1] + name if match[1] else match[0]
 
     return FIELD.sub(fill, pattern)
 
 
 def _has_field(pattern: str, fields: str) -> bool:
-    return "\\" not in pattern and any(match[2] in fields for match in FIELD.finditer(pattern))
+    return "\\" not in pattern and any(match[2] in {*fields} for match in FIELD.finditer(pattern))
 
 
 def is_each_tasks(pattern: str) -> bool:
