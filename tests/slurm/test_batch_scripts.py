@@ -30,10 +30,10 @@ SAMPLE = [
 # Those that train nothing, or on each node by itself.
 WITHOUT_TRAINING = [
     "files-of-steps", "helper-and-signal", "missing-folders", "refused-by-srun", "steps-and-exec",
-    "training-on-each-node",
+    "streams-of-tasks", "training-on-each-node",
 ]  # fmt: skip
 # Those whose outcome each release of Slurm decides anew; what is recorded is that of the system's.
-OF_A_RELEASE = ["missing-folders", "refused-by-srun"]
+OF_A_RELEASE = ["files-of-steps", "missing-folders", "refused-by-srun", "streams-of-tasks"]
 # As many jobs as a test submits at once: Slurm runs two or three of them beside each other.
 TOGETHER = 6
 

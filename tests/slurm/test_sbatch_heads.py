@@ -25,7 +25,7 @@ PIECES = [
     r"#SBATCH --comment=a\bc\#d", "# \f", "#SBATCH\v-N\f4\r",
 ]  # fmt: skip
 TESTS = Path(__file__).parents[1]
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 SEED, SCRIPTS_TRIED = 20260217, 60
 
 
@@ -85,34 +85,57 @@ def site_options(cluster: Cluster) -> Iterator[None]:
     library.unlink()
 
 
+# A launcher, one that inherits the job's options, tasks of Python (with a beginning of an option's name), and
+# steps that train nothing.
 SCRIPT = """#!/bin/sh
-#SBATCH --nodes=2 --site-level --site-image debian:12 --site-quiet
-echo "script $SITE_IMAGE"
-srun --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 \\
-    --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py
+#SBATCH --nodes=2 --site-level --site-image debian:12 --output=out
+#SBATCH --site-quiet
+#JURYMAST train: yes
+export SRUN_CPUS_PER_TASK=1
+echo "said script $SITE_IMAGE $SITE_GIVEN"
+srun --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 --nproc-per-node=1 \\
+    --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py launcher
+srun torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29513 show.py job
+srun --overlap --site-im=tasks --site-lev=7 --ntasks-per-node=2 python show.py tasks
+srun --overlap --site-image 'two words' -n1 -N1 sh -c 'echo "said other $SITE_IMAGE $SITE_GIVEN"'
+srun --overlap --site-imag2=x -n1 -N1 true
+echo "said refused $?"
 """
+SHOW = """import os, sys
+print("said", sys.argv[1], os.environ["SITE_IMAGE"], os.environ["SITE_GIVEN"])
+print("ours", sys.argv[1], "JURYMAST_RUN" in os.environ)
+"""
+
+
+def told(cluster: Cluster, work: Path, *submit: str) -> tuple[list[str], list[str]]:
+    """What the job says, and which of its ranks are those of a run of ours."""
+    cluster.login(["mkdir", "-p", str(work)])
+    (work / "show.py").write_text(SHOW)
+    (work / "job.sbatch").write_text(SCRIPT)
+    done = cluster.login(
+        [*submit, "--parsable", "job.sbatch"], cwd=work, check=False,
+        env={"OMP_NUM_THREADS": "1", "PATH": f"{cluster.python.parent}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    assert ended["JobState"] == "COMPLETED", printed
+    lines = sorted(printed.splitlines())
+    return [line for line in lines if line.startswith("said")], [
+        line for line in lines if line.startswith("ours")
+    ]
 
 
 @pytest.mark.torch
 @pytest.mark.usefixtures("site_options")
 def test_options_of_a_plugin_reach_the_job_and_its_training(cluster: Cluster) -> None:
     work = cluster.shared / "site-options"
-    cluster.login(["mkdir", "-p", str(work)])
-    (work / "show.py").write_text(
-        "import os; print('rank', os.environ['SITE_IMAGE'], os.environ['JURYMAST_RUN'] != '')\n"
-    )
-    (work / "job.sbatch").write_text(SCRIPT)
-    done = cluster.login(
-        [str(cluster.python.with_name("jurymast")), "submit", "--runs", str(work / "runs"), "--parsable",
-         "--spares", "1", "job.sbatch"],
-        cwd=work, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
-    printed = (work / f"slurm-{int(done.stdout)}.out").read_text()
-    assert ended["JobState"] == "COMPLETED", printed
-    assert printed.count("rank step True\n") == 2, printed  # the training runs under the agents
-    assert "script debian:12\n" in printed
+    submit = (str(cluster.python.with_name("jurymast")), "submit", "--runs", str(work / "runs"), "--spares=1")
+    theirs, _ = told(cluster, cluster.shared / "site-options-sbatch", "sbatch")
+    found, ours = told(cluster, work, *submit)
+    assert found == theirs
+    assert "said launcher step step,yes,yes,1" in found  # the training runs under the agents
+    assert ours == ["ours job True"] * 2 + ["ours launcher True"] * 2 + ["ours tasks True"] * 4
     refused = cluster.login(
         [str(cluster.python.with_name("jurymast")), "submit", "--runs", str(work / "runs"), "--site-imag2=x",
          "job.sbatch"],

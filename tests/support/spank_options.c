@@ -1,8 +1,9 @@
-/* A SPANK plugin with options, as a site's would be; tasks see the first one's value as SITE_IMAGE. Only srun
-   has the last one. Slurm's header needs a package of its own; of its
+/* A SPANK plugin with options, as a site's would be; tasks see the first one's value as SITE_IMAGE, and all
+   that were given, with their values, as SITE_GIVEN. Only srun has the last one. Slurm's header needs a package of its own; of its
    contents (spank.h) only what follows is needed. VERSION: Slurm's, as in SLURM_VERSION_NUMBER. */
 
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
 struct spank_option {
@@ -22,26 +23,29 @@ const char plugin_type[] = "spank";
 const unsigned int plugin_version = VERSION;
 const unsigned int spank_plugin_version = 1;
 
-static char *image;
+static char given[4][64]; /* copied: Slurm 24.11 gives its own back before the batch script begins */
 
-static int on_image(int val, const char *value, int remote)
+static int on_given(int val, const char *value, int remote)
 {
-	(void)val, (void)remote;
-	image = strdup(value); /* Slurm 24.11 gives its own back before the batch script begins */
-	return image == NULL;
+	(void)remote;
+	snprintf(given[val], sizeof given[val], "%s", value ? value : "yes");
+	return 0;
 }
 
 int slurm_spank_task_init(void *spank, int count, char **words)
 {
 	(void)count, (void)words;
-	return image == NULL ? 0 : spank_setenv(spank, "SITE_IMAGE", image, 1);
+	char all[sizeof given + 4];
+	snprintf(all, sizeof all, "%s,%s,%s,%s", given[0], given[1], given[2], given[3]);
+	spank_setenv(spank, "SITE_GIVEN", all, 1);
+	return given[0][0] ? spank_setenv(spank, "SITE_IMAGE", given[0], 1) : 0;
 }
 
 static struct spank_option options[] = {
-	{"site-image", "NAME", "image of the job", 1, 0, on_image},
-	{"site-quiet", NULL, "takes no value", 0, 0, NULL},
-	{"site-level", "N", "may lack its value, which --help does not say", 2, 0, NULL},
-	{"site-resume", "0|1", "of steps", 1, 0, NULL},
+	{"site-image", "NAME", "image of the job", 1, 0, on_given},
+	{"site-quiet", NULL, "takes no value", 0, 1, on_given},
+	{"site-level", "N", "may lack its value, which --help does not say", 2, 2, on_given},
+	{"site-resume", "0|1", "of steps", 1, 3, on_given},
 };
 
 /* sbatch knows only options that are registered here; srun would also read a table `spank_options`. */

@@ -497,7 +497,8 @@ def test_status_tells_the_cadence_and_what_the_rate_rests_on() -> None:
         "twice the failure rate would cost 0.1 points of goodput"
     )
     assert failures.endswith(
-        "after 0 failures of nodes here, 3 in 41 node-days of 2 earlier runs, no Slurm accounting"
+        "after 0 failures of the infrastructure here, "
+        "3 in 41 node-days of 2 earlier runs, no Slurm accounting"
     )
     assert cadence_lines({"cadence": cadence_json(RunState(Settings()), plan, site.time)}) == []
 

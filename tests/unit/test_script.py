@@ -514,7 +514,7 @@ def test_a_python_without_jurymast_is_named_in_one_line(tmp_path: Path, command:
     python = tmp_path / "bare" / "bin" / "python"
     environment = shims.with_shims({"PATH": os.defpath, "SLURM_JOB_ID": "7"}, job)
     done = subprocess.run([python, *command], env=environment, capture_output=True, text=True, check=False)
-    told = f"jurymast: error: no jurymast in {python}, which trains: pip install jurymast\n"
+    told = f"jurymast: error: no jurymast in {python}, which trains: install it there as well\n"
     assert (done.returncode, done.stderr) == (1, told)
 
 

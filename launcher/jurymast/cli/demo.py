@@ -46,9 +46,7 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
     from jurymast.demo import LocalRun, Screen, Show, Wanted, request_for
 
     if importlib.util.find_spec("torch") is None:
-        raise RunFailedError(
-            "the demo needs torch, which is not installed", hint="pip install jurymast[torch]"
-        )
+        raise RunFailedError("the demo needs torch, which is not installed", hint="pip install torch")
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
     patience.follow_on()  # the processes that it starts must be ended

@@ -287,7 +287,7 @@ def grouped(runs: Mapping[str, RunSummary], by: Sequence[str], since: float = 0.
 
 
 def failures_within(watched: Sequence[Watched], start: float, end: float) -> Mtbf:
-    """The failures of nodes in the time from `start` to `end`, and the node-seconds in which they could have
+    """The failures of the infrastructure from `start` to `end`, and the node-seconds in which they could have
     happened: the mean is that of one node. Failures of several runs at once are one."""
     bursts = merged(at for each in watched for at in each.failures_s)
     clipped = (

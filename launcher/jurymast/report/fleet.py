@@ -69,7 +69,7 @@ DEFINITIONS = {
     "ordered: nothing of it is lost",
     "unknown": "allocated node-time of which the journals do not tell whether it counted",
     "energy": "what the counters of GPUs said, at least; the days are those on which they were read",
-    "mtbf": f"time of one node between failures of nodes; {MERGED}",
+    "mtbf": f"time of one node between failures of the infrastructure; {MERGED}",
     "trend": f"the last {WEEK_DAYS} days against the {MONTH_DAYS - WEEK_DAYS} before them; unclear if the "
     "intervals overlap",
     "month": "days and months are those of UTC",

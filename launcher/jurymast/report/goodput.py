@@ -331,7 +331,8 @@ def _mtbf_span(found: Mapping[str, Any]) -> str:
 def mtbf_text(report: Mapping[str, Any]) -> str:
     found = report["mtbf"]
     seen = (
-        f"{count(found['failures'], 'failure')} of nodes in {duration(found['observed_seconds'])} with nodes"
+        f"{count(found['failures'], 'failure')} of the infrastructure in "
+        f"{duration(found['observed_seconds'])} with nodes"
         f"{f' ({MERGED})' if found['failures'] else ''}"
     )
     predicted = (

@@ -490,7 +490,7 @@ def cadence_lines(view: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"failures   {_number(rate['mean'])} per 1,000 node-days expected "
         f"({100 * rate['level']:.0f} %: {_number(rate['low'])} to {_number(rate['high'])}), "
-        f"after {count(rate['failures'], 'failure')} of nodes here{earlier}"
+        f"after {count(rate['failures'], 'failure')} of the infrastructure here{earlier}"
     )
     return lines
 

@@ -12,7 +12,8 @@ from jurymast.core.state.texts import count as count
 from jurymast.core.state.texts import size as size
 from jurymast.core.state.texts import some as some
 
-# Of failures of nodes, why an MTBF has fewer of them, and less time, than one sees.
+# Of failures of the infrastructure (nodes, network, storage), why an MTBF has fewer of them, and less time,
+# than one sees.
 MERGED = f"the {MERGE_S / 60:.0f} min after a failure count as part of it"
 
 

@@ -49,7 +49,7 @@ def run(launcher: str, arguments: list[str]) -> int:
     command = run_module("jurymast.script", launcher, *arguments)
     # One INT ends a launcher.
     at_once = Given("quit-on-interrupt", None, ("--quit-on-interrupt",))
-    return Step(job).run(CommandLine(options=[at_once], command=command))
+    return Step(job).run(CommandLine(options=[at_once], command=command), direct=True)
 
 
 def _really(launcher: str, arguments: list[str]) -> NoReturn:

@@ -1,8 +1,8 @@
 """Where a step's output goes: what srun's options and variables say of it, and the relay of the ranks' logs.
 
-Measured with srun 22.05, 24.11 and 26.05: a name with a backslash is taken literally, without its backslashes;
-a number that a task has selects that task; names that begin with `all` or `-` mean the standard output; widths
-are at most 10, and names have none.
+Measured with srun 22.05, 24.11 and 26.05: a name with a backslash is taken literally, without its
+backslashes; a number that a task has selects that task; names that begin with `all` or `-` mean the standard
+output; widths are at most 10, and names have none.
 """
 
 from __future__ import annotations

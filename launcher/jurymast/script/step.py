@@ -356,9 +356,11 @@ class Step:
         own: Mapping[str, str] | None = None,
         place: int | None = None,
         tasks: int = 1,
+        direct: bool = False,
     ) -> int:
         """Run a training step; returns the exit code that srun would return. `folder`: a new one for the step
-        if it is made already. `tasks`: how many srun would start on each node.
+        if it is made already. `tasks`: how many srun would start on each node. `direct`: the script started
+        the command without srun, which holds back lines until they end.
 
         A step in place of one per node has shell text for each node's `own` command, and its own output gets
         what is printed by the ranks of the node at this `place` among the active ones.
@@ -370,6 +372,7 @@ class Step:
             standard_input.warn(srun, os.environ)
         folder = folder or self.new_folder()
         output = Output(srun, os.environ, self.seen(place), tasks, folder)
+        output.unbuffered |= direct
         process = self._start(srun, folder, output, own or {})
         signals.started(process)
         output.srun_opens_errors()

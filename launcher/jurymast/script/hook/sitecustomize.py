@@ -52,7 +52,9 @@ def _need_jurymast():
     from importlib.util import find_spec
 
     if find_spec("jurymast") is None:
-        text = "jurymast: error: no jurymast in " + sys.executable + ", which trains: pip install jurymast\n"
+        text = (
+            "jurymast: error: no jurymast in " + sys.executable + ", which trains: install it there as well\n"
+        )
         sys.stderr.write(text)
         sys.stderr.flush()
         os._exit(1)  # Python calls an exit a fatal error while it starts, and prints where
