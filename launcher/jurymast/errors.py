@@ -35,7 +35,7 @@ class PolicyError(JurymastError):
 
 
 class ScriptError(JurymastError):
-    """The training script is missing or cannot be read."""
+    """The training script is missing or cannot be read, or the torch that would run it is missing."""
 
     exit_code = 66
 

@@ -15,6 +15,7 @@ import torch
 import jurymast
 from jurymast.checkpoint.directory import CheckpointDirectory
 from jurymast.cli.main import main
+from jurymast.cluster import planning
 from jurymast.rundir import RunDirectory
 from support.checkpoints import flip, same, truncate
 from support.outputs import checked
@@ -130,6 +131,14 @@ def test_export(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:
     assert os.listdir(target) == ["step-00000002.pt"]
     flip(run.checkpoints / "step-00000003" / "__0_0.distcp")
     assert "step 3 is damaged" in shell("export", "3", str(target), code=78)
+
+
+def test_an_export_without_torch_is_not_the_checkpoints_fault(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    assert "No module named 'torch' for" in shell("export", "2", str(tmp_path / "out"), code=66)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_from_which_a_new_run_goes_on(run: RunDirectory, shell: Shell, tmp_path: Path) -> None:

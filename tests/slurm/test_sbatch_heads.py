@@ -85,18 +85,18 @@ def site_options(cluster: Cluster) -> Iterator[None]:
     library.unlink()
 
 
-# A launcher, one that inherits the job's options, tasks of Python (with a beginning of an option's name), and
-# steps that train nothing.
+# A launcher, tasks of Python that inherit the job's options, tasks with their own (one by the beginning of its
+# name), and steps that train nothing.
 SCRIPT = """#!/bin/sh
-#SBATCH --nodes=2 --site-level --site-image debian:12 --output=out
+#SBATCH --nodes=2 --ntasks-per-node=2 --site-level --site-image debian:12 --output=out
 #SBATCH --site-quiet
 #JURYMAST train: yes
 export SRUN_CPUS_PER_TASK=1
 echo "said script $SITE_IMAGE $SITE_GIVEN"
-srun --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 --nproc-per-node=1 \\
+srun --ntasks-per-node=1 --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 --nproc-per-node=1 \\
     --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py launcher
-srun torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29513 show.py job
-srun --overlap --site-im=tasks --site-lev=7 --ntasks-per-node=2 python show.py tasks
+srun python show.py job
+srun --overlap --site-im=tasks --site-lev=7 python show.py tasks
 srun --overlap --site-image 'two words' -n1 -N1 sh -c 'echo "said other $SITE_IMAGE $SITE_GIVEN"'
 srun --overlap --site-imag2=x -n1 -N1 true
 echo "said refused $?"
@@ -127,6 +127,7 @@ def told(cluster: Cluster, work: Path, *submit: str) -> tuple[list[str], list[st
 
 
 @pytest.mark.torch
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("site_options")
 def test_options_of_a_plugin_reach_the_job_and_its_training(cluster: Cluster) -> None:
     work = cluster.shared / "site-options"
@@ -135,7 +136,7 @@ def test_options_of_a_plugin_reach_the_job_and_its_training(cluster: Cluster) ->
     found, ours = told(cluster, work, *submit)
     assert found == theirs
     assert "said launcher step step,yes,yes,1" in found  # the training runs under the agents
-    assert ours == ["ours job True"] * 2 + ["ours launcher True"] * 2 + ["ours tasks True"] * 4
+    assert ours == ["ours job True"] * 4 + ["ours launcher True"] * 2 + ["ours tasks True"] * 4
     refused = cluster.login(
         [str(cluster.python.with_name("jurymast")), "submit", "--runs", str(work / "runs"), "--site-imag2=x",
          "job.sbatch"],

@@ -26,7 +26,7 @@ srun --overlap -i in-%N python reads.py on SLURMD_NODENAME
 """
 # A bar and dots; and each way in which their process is started, with where both must be seen as they grow.
 GROWS = """#!/bin/bash
-#SBATCH --nodes=1 --output=out
+#SBATCH --nodes=1 --ntasks-per-node=2 --output=out
 #JURYMAST train: yes
 export SRUN_CPUS_PER_TASK=1
 cat > bar.py <<END
@@ -52,8 +52,8 @@ torchrun --standalone --nproc-per-node=1 bar.py launcher > launcher.out 2> launc
 seen launcher Loading launcher.out launcher.err
 srun -u -o of.%t -e err.%t python bar.py unbuffered &
 seen unbuffered Loading of.0 err.0
-srun -o one -e one-err python bar.py bar &
-seen bar "" one-err one-err
+srun -n1 -e one torchrun --standalone --nproc-per-node=1 bar.py bar &
+seen bar "" one one
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jurymast.agent.ranks import unloadable as why_unloadable
+from jurymast.cli.main import main
 from jurymast.cluster import planning
 from jurymast.core.judges.explained import NOBODY_LIMIT_S
 from jurymast.core.state import events as ev
@@ -155,7 +156,16 @@ def test_no_look_at_torch_outlives_the_agent(tmp_path: Path, ends: str) -> None:
         assert await_ended([look], 120)
 
 
-def test_a_python_without_torch_is_refused_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["submit", "--dry-run", "--nodes=1", "--", "train.py"], ["demo"], ["demo", "--no-fault"]],
+    ids=str,
+)
+def test_each_command_that_trains_says_so_with_one_code(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(planning, "find_spec", lambda name: None)
-    with pytest.raises(ScriptError, match="No module named 'torch'"):
-        planning._check_torch(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(command) == ScriptError.exit_code == 66
+    assert f"No module named 'torch' for {sys.executable}" in capfd.readouterr().err

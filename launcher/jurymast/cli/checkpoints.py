@@ -379,6 +379,7 @@ class _Call:
 
     def export(self, step: int, place: Path, form: str) -> int:
         from jurymast.checkpoint.directory import final_name
+        from jurymast.cluster.planning import need_torch
 
         self._present(step)
         target = place / f"{final_name(step)}{ENDINGS[form]}"
@@ -389,6 +390,7 @@ class _Call:
         if form == DIRECTORY:
             return self._copy(step, place, target)
         self._insist(step)
+        need_torch("which reads checkpoints", "export")
         place.mkdir(parents=True, exist_ok=True)
         source = str(self._directory.path(step))
         words = run_module("jurymast.storage.export", source, str(target), form)

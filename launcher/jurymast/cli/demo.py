@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import shutil
 import signal
@@ -43,10 +42,10 @@ def command(nodes: int, spares: int, steps: int, no_fault: bool, keep: bool, as_
 
     The nodes are groups of processes; everything else works as on a cluster. Takes one to two minutes.
     """
+    from jurymast.cluster.planning import need_torch
     from jurymast.demo import LocalRun, Screen, Show, Wanted, request_for
 
-    if importlib.util.find_spec("torch") is None:
-        raise RunFailedError("the demo needs torch, which is not installed", hint="pip install torch")
+    need_torch("with which the demo trains", "run the demo")
     wanted = Wanted(nodes, spares, steps)
     screen = Screen(sys.stderr if as_json else sys.stdout)
     patience.follow_on()  # the processes that it starts must be ended

@@ -108,7 +108,8 @@ def make_plan(
         if line.has("requeue") and line.has("no-requeue"):
             raise UsageError("--requeue and --no-requeue contradict each other")
         what = _training(line.command, directory, working_directory)
-        _check_torch(python)
+        if python == sys.executable:
+            need_torch("with which the nodes would run the script", "submit")
         active, name = asked.nodes or 1, Path(what["script"]).stem
         ranks = asked.nproc_per_node or ranks_per_node(told)
     name = run_name(asked.name or told.last("job-name") or name)
@@ -236,13 +237,14 @@ def _script_file(script: str, directory: Path, submitted_from: Path) -> str:
     return script if path == tried[0] else str(path.absolute())
 
 
-def _check_torch(python: str) -> None:
-    """Raise ScriptError if the run's Python has no torch, without which no node could start a rank. Nothing
-    is imported, as below."""
-    if python == sys.executable and find_spec("torch") is None:
+def need_torch(why: str, do: str) -> None:
+    """Raise ScriptError if this Python, which is needed for `why`, has no torch, without which no node could
+    start a rank. `do`: what one may do with another Python. Nothing is imported, as below."""
+    if find_spec("torch") is None:
+        python = sys.executable
         raise ScriptError(
-            f"No module named 'torch' for {python}, with which the nodes would run the script",
-            hint=f"install it there ({python} -m pip install torch), or submit with the Python that has it",
+            f"No module named 'torch' for {python}, {why}",
+            hint=f"install it there ({python} -m pip install torch), or {do} with the Python that has it",
         )
 
 

@@ -95,11 +95,11 @@ def read_by(srun: str, release: tuple[int, ...]) -> frozenset[str]:
 
 
 def fits(cpus: int, tasks: int, nodes: int, environment: Mapping[str, str]) -> bool:
-    """Whether a job has processors for so many `tasks` on each of its `nodes`; True if it does not say how
-    many it has."""
+    """Whether a job has processors for so many `tasks` on each of its `nodes`, one each if nothing says how
+    many; True if it does not say how many it has."""
     each = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     has = sum(int(count) * int(times or 1) for count, times in each)
-    return not has or cpus * tasks * nodes <= has
+    return not has or max(cpus, 1) * tasks * nodes <= has
 
 
 def with_cpus(tres: str, cpus: int) -> str:
