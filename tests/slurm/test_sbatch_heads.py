@@ -85,16 +85,17 @@ def site_options(cluster: Cluster) -> Iterator[None]:
     library.unlink()
 
 
-# A launcher, tasks of Python that inherit the job's options, tasks with their own (one by the beginning of its
-# name), and steps that train nothing.
+# A launcher, tasks of Python that inherit the job's options, tasks with their own (by the beginnings of their
+# names), and steps that train nothing.
 SCRIPT = """#!/bin/sh
 #SBATCH --nodes=2 --ntasks-per-node=2 --site-level --site-image debian:12 --output=out
 #SBATCH --site-quiet
 #JURYMAST train: yes
 export SRUN_CPUS_PER_TASK=1
 echo "said script $SITE_IMAGE $SITE_GIVEN"
-srun --ntasks-per-node=1 --site-level --site-image=step --site-resume 1 torchrun --nnodes=2 --nproc-per-node=1 \\
-    --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 show.py launcher
+srun --ntasks-per-node=1 --site-level --site-image=step --site-resume 1 \\
+    torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=$(hostname):29511 \\
+    show.py launcher
 srun python show.py job
 srun --overlap --site-im=tasks --site-lev=7 python show.py tasks
 srun --overlap --site-image 'two words' -n1 -N1 sh -c 'echo "said other $SITE_IMAGE $SITE_GIVEN"'
