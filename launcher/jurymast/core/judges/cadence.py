@@ -183,10 +183,11 @@ def durable_interval_s(
 ) -> float:
     """Return the time between durable saves by the two-level optimum. As the share is a guess at first, the
     time is bounded by `max_loss_s` and by a tenth of what the run can lose, its age; but it is not shorter
-    than what would lose least if every failure needed a durable save."""
+    than what would lose least if no copies on other nodes survived anything."""
     interval_s = best_interval_s(cheap, mtbf_s, max_loss_s) or 1.0
     found = two_levels(cheap, durable, mtbf_s, share, interval_s, most_s=max_loss_s)
-    return min(found.durable_interval_s, max(AGE_SHARE * age_s, optimal_interval_s(durable, mtbf_s)))
+    alone_s = optimal_interval_s(durable, mtbf_s / DURABLE_SHARE_ALONE)
+    return min(found.durable_interval_s, max(AGE_SHARE * age_s, alone_s))
 
 
 class Due(Enum):
