@@ -125,7 +125,7 @@ class NotReplayed(JurymastError):
 def replay_of(state: RunState, account: Account, steps: StepCounts, saves: SaveCounts) -> Replay:
     """Return the run as a simulation. Raises NotReplayed."""
     if account.first_launch is None or steps.done - steps.again - steps.maybe_again <= 0:
-        raise NotReplayed("no step was done yet")
+        raise NotReplayed("no step is done")
     if steps.maybe_again:
         raise NotReplayed("it is not known which steps were done again: the script does not number its steps")
     if state.alone:
