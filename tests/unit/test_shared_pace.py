@@ -25,6 +25,7 @@ from jurymast.agent.keeping import Keeping
 from jurymast.agent.storage_processes import StorageProcesses
 from jurymast.checkpoint.contents import Contents, Item
 from jurymast.checkpoint.directory import CheckpointDirectory, FileRecord
+from jurymast.checkpoint.layout import Stored
 from jurymast.child import Child
 from jurymast.core.agent.effects import ReadPulse
 from jurymast.core.agent.link import SupervisorSilence
@@ -47,7 +48,7 @@ from jurymast.storage.orders import (
     Warm,
     WriteShared,
 )
-from jurymast.storage.shared import METADATA, Stored, write
+from jurymast.storage.shared import METADATA, write
 from jurymast_storage import WRITE_EVERY, StorageProbe
 
 NAMES = tuple(f"n{number}" for number in range(200))

@@ -21,12 +21,13 @@ from jurymast.checkpoint.directory import (
     FileRecord,
     hash_file,
 )
+from jurymast.checkpoint.layout import Layout, decide
 from jurymast.core.checkpoints.commit import superfluous
 from jurymast.keeper import manifest as keeper
-from jurymast.keeper.manifest import BLOCK_BYTES
+from jurymast.keeper.manifest import BLOCK_BYTES, BadImage
 from jurymast.storage.local import ImageSource, merged
 from jurymast.storage.orders import DamagedImage, StorageFailure, explain
-from jurymast.storage.shared import Layout, decide, ranges
+from jurymast.storage.shared import ranges
 
 
 def tensor(name: str, length: int, *, at: int = 0, **more: Any) -> Item:
@@ -131,16 +132,14 @@ def test_empty_chunks_are_left_out_and_empty_tensors_are_not() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(mine: Item, theirs: Item, why: str) -> None:
-    with pytest.raises(StorageFailure, match=why):
+    with pytest.raises(BadImage, match=why):
         decided(packed([], [mine]), packed([], [theirs], rank=1))
 
 
 def test_a_sharded_entry_that_differs_is_refused() -> None:
     part = tensor("data.t", 5, shape=(10,), offsets=(0,), sizes=(5,))
     manifests = [packed([], [part], rank=rank, entries={"data": {"digest": str(rank)}}) for rank in range(2)]
-    with pytest.raises(
-        StorageFailure, match="the entry 'data' differs between ranks and has sharded tensors"
-    ):
+    with pytest.raises(BadImage, match="the entry 'data' differs between ranks and has sharded tensors"):
         decided(*manifests)
 
 

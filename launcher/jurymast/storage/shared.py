@@ -12,28 +12,24 @@ there.
 Then the lead has torch write `.metadata`, removes these files of ours, writes our manifest and renames the
 directory. A lead that dies leaves a name that nobody reads, and the next lead removes it.
 
-The layout decides which rank writes which items of its image, so that all files together are one checkpoint.
 Functions that need torch import it, because only the process of one node calls them.
 """
 
 from __future__ import annotations
 
 import gc
-import heapq
-import math
 import os
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from jurymast import foreign
-from jurymast.checkpoint.contents import Contents, Described, Item
+from jurymast.checkpoint.contents import Contents, Described
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -43,6 +39,7 @@ from jurymast.checkpoint.directory import (
     hash_file,
     remove_trees,
 )
+from jurymast.checkpoint.layout import Layout, Stored, decide, extents, file_name
 from jurymast.checkpoint.owner import Owner, claim, is_foreign
 from jurymast.core.checkpoints.writes import GIVEN_UP_S
 from jurymast.core.state.messages import WritePhase
@@ -52,159 +49,11 @@ from jurymast.rundir import make_durable_folder, write_atomically, write_json
 from jurymast.storage.local import ImageSource, Range, merged
 from jurymast.storage.orders import Done, Job, StorageFailure, WriteShared, explain
 
-Holder = tuple[int, int]  # a rank, and the number of the item in its contents
-Holders = dict[tuple[str, tuple[int, ...]], list[Holder]]  # of each item, by name and offsets
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One item, as the checkpoint names it, and its place [offset, offset + length) in `file`."""
-
-    item: Item
-    file: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who writes what. `writes` has for each rank the numbers of its items, in the order of its image."""
-
-    images: dict[int, Described]
-    writes: dict[int, list[int]]
-    entries: dict[str, dict[str, Any]]
-
-    def stored(self) -> Iterator[Stored]:
-        for rank, numbers in self.writes.items():
-            offset = 0
-            extents = _extents(self.images[rank])
-            for number in numbers:
-                item = self.images[rank].items[number]
-                if self.entries.get(str(item.path[0]), {}).get("per_rank"):
-                    path = (item.path[0], f"rank-{rank:05d}", *item.path[1:])
-                    item = msgspec.structs.replace(item, name=".".join(map(str, path)), path=path)
-                yield Stored(item, file_name(rank), offset)
-                offset += extents[number][1] - extents[number][0]
-
-
-def file_name(rank: int) -> str:
-    """Return the name that torch's writer gives to a rank's first file."""
-    return f"__{rank}_0.distcp"
-
 
 def ranges(image: Described, numbers: Sequence[int]) -> list[Range]:
     """Return the ranges of the image that a rank writes, ascending."""
-    extents = _extents(image)
-    return merged(sorted(extents[number] for number in numbers))
-
-
-def _extents(image: Described) -> list[Range]:
-    """Return (start, end) of each item with the padding after it, so that alignment is kept."""
-    items = image.items
-    order = sorted(range(len(items)), key=lambda number: items[number].at)
-    ends = [items[number].at for number in order[1:]] + [image.manifest.contents_at]
-    found: list[Range] = [(0, 0)] * len(order)
-    for number, end in zip(order, ends, strict=True):
-        found[number] = (items[number].at, end)
-    return found
-
-
-def decide(images: dict[int, Described]) -> Layout:
-    """Decide from all ranks' images who writes what. Raises StorageFailure if they do not fit together.
-
-    Every rank writes entries that differ between ranks; everything else is written once. Items of equal
-    common parts are spread over the ranks that have them; the lowest rank writes other items.
-    """
-    entries = _entries(images)
-    writes: dict[int, list[int]] = {rank: [] for rank in sorted(images)}
-    holders: Holders = defaultdict(list)
-    for rank in sorted(images):
-        for number, item in enumerate(images[rank].items):
-            if entries.get(str(item.path[0]), {}).get("per_rank"):
-                if item.sizes != item.shape:
-                    raise StorageFailure(
-                        f"the entry {item.path[0]!r} differs between ranks and has sharded tensors: "
-                        "make what differs an entry of its own"
-                    )
-                writes[rank].append(number)
-            elif not item.is_tensor or 0 not in item.sizes or 0 in item.shape:
-                holders[item.name, item.offsets].append((rank, number))
-    _check(images, holders)
-    _assign(images, holders, writes)
-    ordered = {
-        rank: sorted(numbers, key=lambda number, rank=rank: images[rank].items[number].at)  # type: ignore[misc]
-        for rank, numbers in writes.items()
-    }
-    return Layout(images, ordered, entries)
-
-
-def _entries(images: dict[int, Described]) -> dict[str, dict[str, Any]]:
-    """Return how each entry is saved: once per rank if digests differ, or if some ranks lack the entry."""
-    of_ranks = [images[rank].contents.entries for rank in sorted(images)]
-    keys = {key: None for theirs in of_ranks for key in theirs}
-    found = {}
-    for key in keys:
-        first = next(theirs[key] for theirs in of_ranks if key in theirs)
-        digests = {theirs.get(key, {}).get("digest") for theirs in of_ranks}
-        plain = {name: value for name, value in first.items() if name != "digest"}
-        found[key] = {**plain, "per_rank": len(digests) > 1}
-    return found
-
-
-def _assign(images: dict[int, Described], holders: Holders, writes: dict[int, list[int]]) -> None:
-    # Ranks whose common parts have equal bytes: each has every item of the common part, at the same place.
-    groups: dict[str, list[int]] = defaultdict(list)
-    ids = {rank: images[rank].manifest.common_id for rank in sorted(images)}
-    for rank, common_id in ids.items():
-        groups[common_id].append(rank)
-    common: list[Holder] = []
-    load: Counter[int] = Counter()
-    for theirs in holders.values():
-        rank, number = theirs[0]
-        item = images[rank].items[number]
-        if item.at + item.length <= images[rank].manifest.common_bytes:
-            common.append((rank, number))
-        else:
-            writes[rank].append(number)
-            load[rank] += item.length
-    queues = {name: [(load[rank], rank) for rank in ranks] for name, ranks in groups.items()}
-    for queue in queues.values():
-        heapq.heapify(queue)
-    for first, number in sorted(common, key=lambda one: -images[one[0]].items[one[1]].length):
-        queue = queues[ids[first]]
-        size, rank = queue[0]
-        heapq.heapreplace(queue, (size + images[first].items[number].length, rank))
-        writes[rank].append(number)
-
-
-def _check(images: dict[int, Described], holders: Holders) -> None:
-    """Check that a name means the same on all ranks, and that the chunks of each tensor cover it."""
-    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    covered: Counter[str] = Counter()
-    for (name, _), theirs in holders.items():
-        sizes = images[theirs[0][0]].items[theirs[0][1]].sizes
-        for rank, number in theirs:
-            item = images[rank].items[number]
-            dtype, shape, other = kinds.setdefault(name, (item.dtype, item.shape, rank))
-            if (dtype, shape) != (item.dtype, item.shape) or sizes != item.sizes:
-                raise StorageFailure(
-                    f"ranks {other} and {rank} do not agree on {name}: it is {_kind(dtype, shape)} "
-                    f"and {_kind(item.dtype, item.shape)}"
-                )
-        if any(
-            at + size > whole for at, size, whole in zip(item.offsets, item.sizes, item.shape, strict=True)
-        ):
-            raise StorageFailure(f"rank {theirs[0][0]} has a part of {name} outside its shape")
-        covered[name] += math.prod(sizes)
-    for name, (dtype, shape, rank) in kinds.items():
-        if dtype and covered[name] != math.prod(shape):
-            raise StorageFailure(
-                f"{name}, of which rank {rank} has a part, has {covered[name]} of {math.prod(shape)} elements"
-                ": its parts overlap, or some are missing"
-            )
-
-
-def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}" if dtype else "not a tensor"
+    found = extents(image)
+    return merged(sorted(found[number] for number in numbers))
 
 
 METADATA = ".metadata"
@@ -274,7 +123,7 @@ class _Part:
         try:
             self._see(Path(self._order.run_directory))
             return self._lead() if self._order.lead else self._follow()
-        except (BadCheckpoint, CheckpointError, OSError) as error:
+        except (BadCheckpoint, BadImage, CheckpointError, OSError) as error:
             raise StorageFailure(_why(error, self._place)) from error
 
     def _see(self, path: Path) -> None:
