@@ -493,6 +493,53 @@ def test_two_ranks_save_and_restore(tmp_path: Path, sharded: bool) -> None:
     assert results[0]["seen"]["4"]["counter"] != results[1]["seen"]["4"]["counter"]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_another_number_of_ranks_restores_what_ranks_saved(tmp_path: Path, sharded: bool) -> None:
+    directory = str(tmp_path / "c")
+    with Keeper(2) as keeper:
+        results = run_ranks(
+            RANKS, "train", 2, tmp_path, environment=keeper.environment, directory=directory, steps=4,
+            every=2, sharded=sharded,
+        )  # fmt: skip
+        images = [keeper.image(1, rank) for rank in (0, 1)]
+    saved = [result["seen"]["4"] for result in results]
+    assert saved[0]["counter"] != saved[1]["counter"]
+    for size in (1, 3):
+        with Keeper(size) as keeper:
+            keeper.show(images)
+            restored = run_ranks(
+                RANKS, "restore", size, tmp_path, environment=keeper.environment, directory=directory,
+                sharded=sharded,
+            )  # fmt: skip
+            told = events(keeper, "Restored")
+        for rank, got in enumerate(restored):
+            assert (got["step"], got["weights"]) == (4, saved[0]["weights"])
+            assert (got["moments"], got["buffers"]) == (saved[0]["moments"], saved[0]["buffers"])
+            assert got["counter"] == saved[rank % 2]["counter"], "in turns"
+        assert [(one["step"], one["tier"]) for one in told] == [(4, "memory")]
+        assert told[0]["size_bytes"] == sum(len(image) for _, image in images)
+    assert _in(directory) == [], "nothing was written"
+
+
+def _in(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name != "owner.json")
+
+
+def test_images_that_do_not_fit_together_are_not_restored(tmp_path: Path) -> None:
+    directory = str(tmp_path / "c")
+    with Keeper(2) as keeper:
+        run_ranks(
+            RANKS, "train", 2, tmp_path, environment=keeper.environment, directory=directory, steps=4, every=2
+        )
+        newer, older = keeper.image(1, 0), keeper.image(0, 1)
+    with Keeper() as keeper:
+        keeper.show([newer, older])
+        (restored,) = run_ranks(
+            RANKS, "restore", 1, tmp_path, environment=keeper.environment, directory=directory
+        )
+    assert "(step, attempt, rank, world) in memory are (2, 3, 1, 2), not (4, 3, 1, 2)" in restored["error"]
+
+
 def test_ranks_that_have_different_steps_restore_neither_and_do_not_start_over(tmp_path: Path) -> None:
     directory = str(tmp_path / "c")
     with Keeper(2) as keeper:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jurymast.core.state import events as ev
+from jurymast.core.state.run import RunState
 from support import constant_batch
 from support.runs import SCRIPTS
 from support.saves import check_restores
@@ -65,13 +67,15 @@ def no_other_nodes(cluster: Cluster, run: SlurmRun) -> Iterator[None]:
         cluster.slurm(["scontrol", "update", others, "State=RESUME"])
 
 
-@pytest.mark.parametrize("how", [(), ("--sharded",)], ids=["DDP", "FSDP2"])
-def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how: tuple[str, ...]) -> None:
-    policy = policy_file(cluster, tmp_path, POLICY)
+def to_three_nodes_and_back(
+    cluster: Cluster, folder: Path, policy: str, how: tuple[str, ...]
+) -> tuple[SlurmRun, RunState]:
+    """Return the run, and how it has ended."""
     train = ("--steps", str(STEPS), "--step-time", "0.04", *how)
-    options = ("--nodes", "4", "--spares", "0", "--policy", policy)
-    run = submit(cluster, tmp_path, *options, arguments=train, script=SCRIPT)
+    options = ("--nodes", "4", "--spares", "0", "--policy", policy_file(cluster, folder, policy))
+    run = submit(cluster, folder, *options, arguments=train, script=SCRIPT)
     run.wait_safe(20)
+    run.wait("the first save on storage", lambda s: s.saved_on("shared") > 0, limit_s=240.0)
     with no_other_nodes(cluster, run):
         safe = run.wait_safe(40)
         victim = next(node for node in safe.placement if node != safe.host)
@@ -92,11 +96,42 @@ def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how
     check_restores(run, least=40)
     grown = state.incidents[1]
     assert grown.step_restored == grown.step_lost_from, f"no step is done again: {run.story()}"
-    compare(losses(cluster.shared / f"{tmp_path.name}.json"), undisturbed(tmp_path))
+    compare(losses(cluster.shared / f"{folder.name}.json"), undisturbed(folder))
+    return run, state
+
+
+HOW = pytest.mark.parametrize("how", [(), ("--sharded",)], ids=["DDP", "FSDP2"])
+
+
+@HOW
+def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how: tuple[str, ...]) -> None:
+    run, _ = to_three_nodes_and_back(cluster, tmp_path, POLICY, how)
     code, told, error = jurymast(cluster, "report", str(run.job), "--runs", str(run.directory.root.parent))
     assert code == 0, error
     assert "ran on 3 of 4 nodes for" in told
     wait_until("the end of the small jobs", lambda: "refill" not in queue(cluster), limit_s=120.0)
+
+
+# Storage gets the first save, and then nothing until the end.
+SELDOM = "checkpoint: {tiers: {shared: {every: 1h}}}\n"
+
+
+@HOW
+def test_without_storage_the_state_comes_out_of_memory(
+    cluster: Cluster, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    run, state = to_three_nodes_and_back(cluster, tmp_path, POLICY + SELDOM, how)
+    fewer, all_again = state.incidents
+    planned = [event for event in run.events() if isinstance(event, ev.RestorePlanned)][1:]
+    assert [event.tier for event in planned] == ["memory", "memory"], run.story()
+    assert "4 ranks saved it" in planned[0].reason
+    assert "3 ranks saved it" in planned[1].reason
+    written = [e for e in run.events() if isinstance(e, ev.Saved) and e.tier == "shared" and e.ok]
+    assert all_again.recovered_at is not None
+    between = [e.step for e in written if fewer.detected_at <= e.t <= all_again.recovered_at]
+    assert between == [], f"shared storage got steps {between}: {run.story()}"
+    kept = [e.step for e in run.events() if isinstance(e, ev.Saved) and e.ok and e.attempt == 3]
+    assert kept, f"all ranks together save nothing any more: {run.story()}"
 
 
 FEWER = """nodes: {min: 2}

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ from jurymast.keeper.manifest import (
     Manifest,
     RankRecord,
     RestoreStatus,
+    ShownImage,
+    ShownImages,
     SlotRecord,
     SlotWord,
     Word,
@@ -33,6 +36,7 @@ class Keeper:
         self.records = [RankRecord(page, rank) for rank in range(ranks)]
         self.events: list[dict[str, Any]] = []
         self._buffers: dict[tuple[int, int], tuple[int, mmap.mmap]] = {}
+        self._lent: list[int] = []
         self._generation = 0
         self.growing = {(rank, number) for rank in range(ranks) for number in range(SLOTS)}
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
@@ -55,7 +59,7 @@ class Keeper:
             self._serving.join()
         for descriptor in (self._page_fd, self._read_fd, self._write_fd):
             os.close(descriptor)
-        for descriptor, _ in self._buffers.values():
+        for descriptor in (*self._lent, *(descriptor for descriptor, _ in self._buffers.values())):
             os.close(descriptor)
 
     @property
@@ -128,6 +132,30 @@ class Keeper:
         record[Word.RESTORE_IMAGE] = len(image)
         record[Word.RESTORE_MANIFEST] = len(tail)
         record[Word.RESTORE] = RestoreStatus.READY
+
+    def show(self, images: Sequence[tuple[Manifest, bytes]]) -> None:
+        """Have all ranks restore what another number of ranks saved. Of a common part that is the same there
+        is one."""
+        shown, common = list[ShownImage](), dict[str, int]()
+        for manifest, image in images:
+            other = common.get(manifest.common_id, 0)
+            own = bytes(manifest.common_bytes) + image[manifest.common_bytes :] if other else image
+            place = self._lend(own)
+            common.setdefault(manifest.common_id, place)
+            shown.append(ShownImage(manifest.to_bytes(), place, other))
+        text = ShownImages(tuple(shown)).to_bytes()
+        first, index = images[0][0], self._lend(text)
+        for record in self.records:
+            record[Word.RESTORE_SLOT], record[Word.RESTORE_MANIFEST] = index, len(text)
+            record[Word.RESTORE_STEP], record[Word.RESTORE_ATTEMPT] = first.step, first.attempt
+            record[Word.RESTORE_IMAGE] = sum(len(image) for _, image in images)
+            record[Word.RESTORE] = RestoreStatus.COLLECTED
+
+    def _lend(self, data: bytes) -> int:
+        descriptor = os.memfd_create("test-shown", os.MFD_CLOEXEC)
+        os.write(descriptor, data)
+        self._lent.append(descriptor)
+        return descriptor
 
     def heard(self) -> list[dict[str, Any]]:
         """All events of ranks so far."""

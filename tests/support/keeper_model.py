@@ -23,6 +23,7 @@ SIZE, COMMON_BYTES, BEHIND = 5 * MIB, 3 * MIB, 1000
 WANTS = (SIZE + BEHIND, 9 * MIB)
 PLENTY = 1 << 40
 Content = dict[str, object]  # by part, what lies there
+READ = ({"ready"}, {"elsewhere"}, {"collected"})  # what ranks hear that can go on
 
 
 def report(image: ImageId, tier: str, part: str, world: int) -> msg.CopyReport:
@@ -77,6 +78,7 @@ class KeeperNode:
         self.hurried: set[int] = set()
         self.works: dict[int, Content] = {}  # what was verified, by number
         self.readers: list[tuple[int, Content]] = []
+        self.shown: list[tuple[int, Content]] = []  # to ranks of another number
         self.awaited: set[int] = set()
         self.lent: list[int] = []
         self.numbers = 0
@@ -88,7 +90,7 @@ class KeeperNode:
         self.asked: set[tuple[ImageId, str]] = set()
         self.may_go: Callable[[KeptCopy], bool] = lambda copy: False
         self.gone: list[KeptCopy] = []
-        self.restored = self.replicated = self.failed = 0
+        self.restored = self.collected = self.replicated = self.failed = 0
 
     def live(self, events: int) -> None:
         self.launch(None)
@@ -191,7 +193,7 @@ class KeeperNode:
                 self.may_go = lambda one: one is copy
                 bad = parts(copy.part)[0]
                 del self.works[effect.number][bad]
-                for buffer, content in self.readers:
+                for buffer, content in self.readers + self.shown:
                     if buffer == copy.buffer:
                         content.pop(bad, None)  # who reads it finds that it is corrupt
         unseen = not fails and intact and self.chance.random() < 0.05
@@ -232,7 +234,7 @@ class KeeperNode:
         """Once all have restored, here and elsewhere, they train."""
         answers = {rank.restore for rank in self.ranks if rank.number >= 0}
         if not self.training:
-            self.training = answers in ({"ready"}, {"elsewhere"}) and self.chance.random() < 0.3
+            self.training = answers in READ and self.chance.random() < 0.3
             return
         local = self.chance.randrange(self.count)
         if self.chance.random() < 0.3:
@@ -257,7 +259,8 @@ class KeeperNode:
             return False
         number, view = self.chance.choice(views)
         assert not any(copy.buffer == view.buffer for copy in self.served), "a rank writes over a copy"
-        assert not any(buffer == view.buffer for buffer, _ in self.readers), "a rank writes what is read"
+        read = self.readers + self.shown
+        assert not any(buffer == view.buffer for buffer, _ in read), "a rank writes what is read"
         view.writing = True
         self.content[view.buffer] = {COMMON: "half", OWN: "half"}
         if dies:
@@ -276,11 +279,22 @@ class KeeperNode:
             self.launch(None)
             return
         step, attempt = self.chance.choice(known)
+        if self.chance.random() < 0.3:
+            self.collect(StateId(step, attempt))
+            return
         self.launch(StateId(step, attempt))
         if self.chance.random() < 0.2:  # once more, before that is done
             self.launch(StateId(step, attempt))
 
-    def launch(self, state: StateId | None, numbers: list[int] | None = None) -> None:
+    def collect(self, state: StateId) -> None:
+        """Another number of ranks restores it: before, the node gets all images."""
+        for rank in range(self.world):
+            self.replicate(state, rank)
+        for _ in range(60):
+            self.answer()
+        self.launch(state, world=self.world)
+
+    def launch(self, state: StateId | None, numbers: list[int] | None = None, world: int = 0) -> None:
         self.attempt += 1
         self.training = False
         numbers = numbers or self.chance.sample(range(self.world), self.count)
@@ -298,7 +312,9 @@ class KeeperNode:
                 for number, sources in zip(numbers, told, strict=True)
                 if self.chance.random() < 0.95
             }
-            restore = msg.Restore(step=state[0], attempt=state[1], ranks=ranks)
+            if world:
+                ranks = dict.fromkeys(numbers, ())
+            restore = msg.Restore(step=state[0], attempt=state[1], ranks=ranks, world=world)
             self.kept = {self.safe, age(state)}
             self.may_go = self.may_make_room
             self.safe = min(self.safe, age(state))
@@ -348,8 +364,9 @@ class KeeperNode:
     def given_up(self, which: Callable[[ImageId], bool]) -> None:
         self.asked = {one for one in self.asked if not which(one[0])}
 
-    def replicate(self, state: StateId) -> None:
-        rank, part = self.chance.randrange(self.world), self.chance.choice([ALL, OWN, OWN])
+    def replicate(self, state: StateId, rank: int = -1) -> None:
+        rank = rank if rank >= 0 else self.chance.randrange(self.world)
+        part = self.chance.choice([ALL, OWN, OWN])
         self.asked.add((ImageId(*state, rank), part))
         sources = self.sources(rank)
         order = msg.Replicate(step=state[0], attempt=state[1], rank=rank, part=part, sources=sources)
@@ -370,9 +387,38 @@ class KeeperNode:
         buffer, content = self.readers.pop(self.chance.randrange(len(self.readers)))
         now = self.content[buffer]
         assert all(now[part] == what for part, what in content.items()), "it was changed"
-        if buffer in self.awaited and not any(one == buffer for one, _ in self.readers):
-            self.awaited.discard(buffer)
-            self.act(self.machine.on_buffer_unread(buffer))
+        self.act(self.unread_by_all(buffer))
+
+    def unread_by_all(self, buffer: int) -> list[do.Effect]:
+        if buffer not in self.awaited or any(one == buffer for one, _ in self.readers + self.shown):
+            return []
+        self.awaited.discard(buffer)
+        return self.machine.on_buffer_unread(buffer)
+
+    def show(self, effect: do.Show) -> list[do.Effect]:
+        assert len({own.image.rank for own, _ in effect.images}) == self.world
+        if self.chance.random() < 0.1:
+            return self.machine.on_shown(effect.number, "too many open files")
+        for own, common in effect.images:
+            for part, copy in ((OWN, own), (COMMON, common or own)):
+                assert copy in self.served, "what is not held is shown"
+                assert part in parts(copy.part)
+                assert copy.image[:2] == own.image[:2], "the common part is another state's"
+                self.shown.append((copy.buffer, {part: self.content[copy.buffer][part]}))
+        for rank in self.ranks:
+            assert rank.number < 0 or rank.restore == "pending"
+            rank.restore = "collected"
+        self.collected += 1
+        return self.machine.on_shown(effect.number)
+
+    def unshow(self) -> list[do.Effect]:
+        shown, self.shown = self.shown, []
+        effects: list[do.Effect] = []
+        for buffer, content in shown:
+            now = self.content[buffer]
+            assert all(now[part] == what for part, what in content.items()), "what is shown was changed"
+            effects += self.unread_by_all(buffer)
+        return effects
 
     def flip(self) -> None:
         there = sorted(self.served, key=lambda copy: copy.entry)
@@ -434,7 +480,9 @@ class KeeperNode:
                     self.buffers[number], self.content[number] = (capacity, 0), {}
                 return self.machine.on_buffers_made()
             case do.Unmake(buffer):
-                assert not any(one == buffer for one, _ in self.readers), "memory that is read goes"
+                assert not any(one == buffer for one, _ in self.readers + self.shown), (
+                    "memory that is read goes"
+                )
                 del self.buffers[buffer], self.content[buffer]
             case do.Lend(_, buffer):
                 if buffer:
@@ -447,10 +495,14 @@ class KeeperNode:
                 self.served.remove(copy)
                 self.gone.append(copy)
             case do.AwaitReaders(buffer):
-                if any(one == buffer for one, _ in self.readers):
+                if any(one == buffer for one, _ in self.readers + self.shown):
                     self.awaited.add(buffer)
                 else:
                     return self.machine.on_buffer_unread(buffer)
+            case do.Show():
+                return self.show(effect)
+            case do.Unshow():
+                return self.unshow()
             case do.Hurry(number):
                 self.hurried.add(number)
             case do.EndWork(number):

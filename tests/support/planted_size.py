@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jurymast.core.checkpoints.checkpoints import Checkpoints
+from jurymast.core.checkpoints.collecting import Collecting
+from jurymast.core.checkpoints.replicas import Replicas
+from jurymast.core.keeper import effects
+from jurymast.core.keeper.holding import Holding
+from jurymast.core.keeper.restores import Collected
 from jurymast.core.run import recovery, size
 from jurymast.core.state.effects import Effect, Instruction
 from jurymast.core.state.run import RunState
@@ -41,6 +47,36 @@ def _back_again(seed: int) -> Plan:
     return Plan(seed, 3, 0, 1, 5, 8, (lost,), least=2, tests=True)
 
 
+def _unsaved(seed: int) -> Plan:
+    """One of three nodes is lost before the newest state is on storage, which is slow."""
+    return replace(_one_lost(seed), copy_s=6.0)
+
+
+def _corrupt(seed: int) -> Plan:
+    """The same, just after a bit has turned on each of the others."""
+    plan = _unsaved(seed)
+    (lost,) = plan.faults
+    turned = tuple(Fault(lost.at - 0.5, "corrupt", node=(lost.node + one) % 3) for one in (1, 2))
+    return replace(plan, faults=(*turned, lost))
+
+
+def _grown(seed: int) -> Plan:
+    """The lost node comes back, and the ranks save for that: older images are still there."""
+    return replace(_back_again(seed), copy_s=6.0)
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _never(*_: Any) -> None:
+    return None
+
+
+def _unverified(work: Collected) -> None:
+    work.do(effects.Show(work.number, tuple(work._images)))
+
+
 def _to_any(state: RunState, nodes: int) -> bool:
     return 0 < nodes < state.active and state.end_order is None
 
@@ -62,4 +98,8 @@ PLANTED_SIZE: dict[str, Any] = {
     "49: spares are left while a run shrinks": (_two_lost, [(recovery, "_shrink", _without_spares)]),
     "50: a run never grows": (_back_again, [(Growing, "on_time", _nothing)]),
     "1: what more ranks saved is not brought to storage": (_one_lost, [(Checkpoints, "reshard", _as_it_is)]),
+    "69: what memory has is written all the same": (_unsaved, [(Collecting, "look", _never)]),
+    "70: what is shown is not verified": (_corrupt, [(Collected, "_next", _unverified)]),
+    "5: what was shown is shown for ever": (_unsaved, [(Holding, "unshow", _never)]),
+    "19: what all nodes have never counts as safe": (_grown, [(Replicas, "_resharded", _no)]),
 }  # fmt: skip

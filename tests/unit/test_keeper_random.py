@@ -22,3 +22,4 @@ def test_what_must_hold_holds_whatever_happens_in_whatever_order() -> None:
     assert sum(node.restored for node in nodes) > SEEDS, "attempts restore from memory"
     assert sum(node.replicated for node in nodes) > SEEDS, "replicas are made"
     assert sum(node.failed for node in nodes) > SEEDS, "and some are not"
+    assert sum(node.collected for node in nodes) > SEEDS / 10, "ranks of another number restore"

@@ -140,6 +140,11 @@ def is_inability(error: BaseException) -> bool:
     return isinstance(error, OSError | MemoryError) and not conclusive(error)
 
 
+def is_hidden(error: BaseException) -> bool:
+    """Whether this is the RuntimeError in which torch's zip files hide an OSError."""
+    return isinstance(error, RuntimeError) and ".cc:" in str(error)
+
+
 class Group:
     """All ranks of the default process group, over a CPU backend. All ranks call every method."""
 

@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from jurymast.checkpoint import image
+from jurymast.checkpoint import image, stock
 from jurymast.checkpoint.group import Candidate, Group, RankFailed, SaveResult
 from jurymast.checkpoint.names import no_collections
 from jurymast.checkpoint.state import ScriptState
@@ -54,13 +55,15 @@ READY_WORDS = (
 
 @dataclass(frozen=True)
 class ReadySlot:
-    """An image that the agent has ready for this rank; sizes in bytes."""
+    """An image that the agent has ready for this rank; sizes in bytes. `collected`: what another number of
+    ranks saved; see `RestoreStatus.COLLECTED` for the other fields."""
 
     step: int
     attempt: int
     slot: int
     image_bytes: int
     manifest_bytes: int
+    collected: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +157,18 @@ class MemoryTier:
                 say_after_s *= 2.0
                 log.warning("after %.0f s the agent still fetches the image to restore", waited_s)
             time.sleep(POLL_S)
-        if answer != RestoreStatus.READY:
+        if answer not in (RestoreStatus.READY, RestoreStatus.COLLECTED):
             return None
-        return ReadySlot(*(self._record[word] for word in READY_WORDS))
+        step, attempt, slot, image_bytes, manifest_bytes = (self._record[word] for word in READY_WORDS)
+        collected = answer == RestoreStatus.COLLECTED
+        return ReadySlot(step, attempt, slot, image_bytes, manifest_bytes, collected)
 
     def load(self, candidate: Candidate, state: ScriptState) -> str:
         """Load what `candidates` found. Return why it does not fit, on one line, or "". Raises RankUnable if
         some rank cannot read or hold it now. Collective."""
+        held = self._held
+        if held is not None and held.collected and held.step == candidate.step:
+            return self._load_collected(held, state)
         try:
             self._group.on_all(lambda: self._load(candidate, state))
         except RankFailed as error:
@@ -182,6 +190,28 @@ class MemoryTier:
             raise CheckpointError(f"(step, attempt, rank, world, size) in memory are {found}, not {expected}")
         self.wait_published()  # what is still being copied must not change
         image.load(data[: held.image_bytes], manifest, state)
+
+    def _load_collected(self, held: ReadySlot, state: ScriptState) -> str:
+        """Load what another number of ranks saved."""
+
+        def opened(stack: ExitStack) -> stock.Opened:
+            def lent(descriptor: int, size: int) -> mmap.mmap:
+                return stack.enter_context(closing(self._lent(descriptor, size)))
+
+            text = lent(held.slot, held.manifest_bytes)[: held.manifest_bytes]
+            return stock.open_images(lent, text, held.step, held.attempt)
+
+        return stock.load(self._group, state, opened)
+
+    def _lent(self, number: int, size: int) -> mmap.mmap:
+        """Map so many bytes of what the agent has under this descriptor, to read them."""
+        descriptor = os.open(f"{os.path.dirname(self._path)}/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            made = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        leave_out_of_cores(made)
+        return made
 
     # ---- getting memory
 

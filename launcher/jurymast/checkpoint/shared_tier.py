@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from jurymast import foreign
+from jurymast.checkpoint import stock
 from jurymast.checkpoint.directory import (
     BadCheckpoint,
     CheckpointDirectory,
@@ -33,10 +33,10 @@ from jurymast.checkpoint.directory import (
     one_line,
     remove_trees,
 )
-from jurymast.checkpoint.group import Candidate, Group, RankFailed, RankUnable, SaveResult, is_inability
+from jurymast.checkpoint.group import Candidate, Group, RankUnable, SaveResult, is_hidden
 from jurymast.checkpoint.owner import WAIT_S, Owner, claim, is_foreign, owner
 from jurymast.checkpoint.state import Captured, ScriptState
-from jurymast.checkpoint.tree import reader
+from jurymast.checkpoint.tree import alone_is_fine, reader
 from jurymast.errors import CheckpointError
 from jurymast.reading import patiently
 
@@ -95,14 +95,6 @@ class _SavePlanner(DefaultSavePlanner):
             seen.update(item.index for item in items)
             plans.append(dataclasses.replace(plan, items=items))
         return super().create_global_plan(plans)
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Silence DCP's warning about a missing process group, which a single-process training does not need."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
 
 
 class SharedTier:
@@ -250,7 +242,7 @@ class SharedTier:
         writer = FileSystemWriter(temporary, sync_files=True, thread_count=1, overwrite=False)
         writer.fs = files
         try:
-            with _alone_is_fine():
+            with alone_is_fine():
                 dcp.save(
                     captured.tree,
                     storage_writer=writer,
@@ -327,51 +319,13 @@ class SharedTier:
         group.on_first(lambda: self._mark(step, problems))
         if problems:
             return "; ".join(problems[:3])
-        if candidate.world_size != group.size and group.rank == 0:
-            for key in (key for key, entry in candidate.entries.items() if entry.get("per_rank")):
-                log.warning(
-                    "%r was saved by each of %d ranks; the present %d ranks take these states in turn",
-                    key,
-                    candidate.world_size,
-                    group.size,
-                )
-        return self._read(step, candidate, state)
 
-    def _read(self, step: int, candidate: Candidate, state: ScriptState) -> str:
-        group = self._group
-        template: dict[str, Any] = {}
-        with ExitStack() as held:
-            place = self._directory.path(step)
+        def opened(held: ExitStack) -> stock.Opened:
+            # DCP unpickles these files, which runs code as this user.
+            place = held.enter_context(foreign.own_directory(self._directory.path(step)))
+            return stock.Opened(reader(place), candidate.entries, candidate.world_size)
 
-            def prepare() -> None:
-                nonlocal place
-                # DCP unpickles these files, which runs code as this user.
-                place = held.enter_context(foreign.own_directory(place))
-                metadata = reader(place).read_metadata()
-                template.update(state.template(metadata, candidate.entries, group.rank, candidate.world_size))
-
-            try:
-                group.on_all(prepare)
-            except RankFailed as error:
-                return str(error)
-            try:
-                with _alone_is_fine():
-                    dcp.load(
-                        template, storage_reader=reader(place), planner=DefaultLoadPlanner(),
-                        process_group=group.process_group,
-                    )  # fmt: skip
-            except CheckpointException as error:
-                failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-                for rank, failure in failures.items():
-                    if is_inability(failure) or _is_hidden(failure):
-                        raise RankUnable(rank, one_line(failure)) from error
-                rank, failure = min(failures.items())
-                return f"rank {rank}: {one_line(failure)}"
-        try:
-            group.on_all(lambda: state.apply(template, candidate.entries))
-        except RankFailed as error:
-            return str(error)
-        return ""
+        return stock.load(group, state, opened)
 
     def _verify(self, directory: CheckpointDirectory, manifest: CheckpointManifest) -> list[str]:
         """Read and hash all files, and return what is damaged. Each rank checks those that the rank of the
@@ -390,11 +344,6 @@ class SharedTier:
             self._directory.mark(step, *problems[:1])
 
 
-def _is_hidden(error: BaseException) -> bool:
-    """Whether this is the RuntimeError in which torch's zip files hide an OSError."""
-    return isinstance(error, RuntimeError) and ".cc:" in str(error)
-
-
 def _is_storage_failure(error: BaseException) -> bool:
     """Return whether another try to write may succeed."""
-    return _is_hidden(error) or isinstance(error, OSError)
+    return is_hidden(error) or isinstance(error, OSError)

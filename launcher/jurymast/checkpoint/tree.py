@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,14 @@ def reader(place: Path) -> FileSystemReader:
     made = FileSystemReader(place)
     made.fs = _OwnFiles()
     return made
+
+
+@contextmanager
+def alone_is_fine() -> Iterator[None]:
+    """Silence DCP's warning about a missing process group, which a single-process training does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 # What DCP would not restore unchanged, such as a dict that is empty or has keys that are no strings, is

@@ -37,6 +37,8 @@ from jurymast.keeper.manifest import (
     Manifest,
     RankRecord,
     RestoreStatus,
+    ShownImage,
+    ShownImages,
     SlotRecord,
     SlotWord,
     Word,
@@ -85,6 +87,8 @@ class Keeper:
         self.gathering = Gatherer(io, self.copies, self.distrust)
         self._going = defaultdict[int, Going](Going)
         self._borrowers: dict[int, asyncio.Future[ImageBuffer | None]] = {}
+        self.shown: list[StoredCopy] = []  # they do not change
+        self._index: ImageBuffer | None = None  # what ranks read of them
         self._numbers = itertools.count(1)
         self._due: deque[do.Effect] = deque()
         self._acting = self._closed = False
@@ -113,6 +117,7 @@ class Keeper:
             if task not in self._freeing:  # a task that is cancelled before its first step frees nothing
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._unshow()
         self.io.close()
         for buffer in self.buffers.values():
             buffer.close()
@@ -321,6 +326,10 @@ class Keeper:
                 )
             case do.FindImage() | do.Verify() | do.Fetch():
                 self.spawn(self._work(effect))
+            case do.Show():
+                self.act(self.machine.on_shown(effect.number, self._show(effect)))
+            case do.Unshow():
+                self._unshow()
             case do.Hurry():
                 self._going[effect.number].stop.set()
             case do.EndWork():
@@ -367,9 +376,45 @@ class Keeper:
             Word.RESTORE_ATTEMPT: report.attempt, Word.RESTORE_IMAGE: report.size_bytes,
             Word.RESTORE_MANIFEST: effect.behind,
         }  # fmt: skip
-        for word, value in words.items():
-            record[word] = value
-        record[Word.RESTORE] = RestoreStatus.READY  # written last, because the rank waits for it
+        _answer(record, words, RestoreStatus.READY)
+
+    def _show(self, effect: do.Show) -> str:
+        """Let ranks read these images. Return why that is not possible, or ""."""
+        entries, size = list[ShownImage](), 0
+        for own, common in effect.images:
+            for copy in (own, common):
+                if copy is not None:
+                    assert isinstance(copy, StoredCopy)
+                    if not self.copies.read(copy):
+                        self._unshow()
+                        return f"rank {copy.image.rank}'s image was dropped meanwhile"
+                    self.shown.append(copy)
+            entries.append(_shown(own, common))
+            size += own.report.size_bytes
+        text = ShownImages(tuple(entries)).to_bytes()
+        try:
+            self._index = self.io.make(len(text), 0)
+            self._index.reserve(0, len(text))
+            self._index.write(0, text)
+        except Exception as error:  # any: the ranks wait for the answer
+            self._unshow()
+            return str(error) or type(error).__name__
+        step, attempt, _ = effect.images[0][0].image
+        words = {
+            Word.RESTORE_SLOT: self._index.descriptor, Word.RESTORE_STEP: step, Word.RESTORE_ATTEMPT: attempt,
+            Word.RESTORE_IMAGE: size, Word.RESTORE_MANIFEST: len(text),
+        }  # fmt: skip
+        for record in self.io.records:
+            _answer(record, words, RestoreStatus.COLLECTED)
+        return ""
+
+    def _unshow(self) -> None:
+        for copy in self.shown:
+            self.copies.release(copy)
+        self.shown.clear()
+        if self._index is not None:
+            self._index.close()
+            self._index = None
 
     def _words(self, local: int, slot: int) -> SlotRecord:
         return self.io.records[local].slot(slot)
@@ -473,6 +518,19 @@ class Keeper:
                 self._loop.call_soon_threadsafe(then)
             except RuntimeError:
                 pass  # the loop is closed, and the agent with it
+
+
+def _answer(record: RankRecord, words: dict[Word, int], status: RestoreStatus) -> None:
+    for word, value in words.items():
+        record[word] = value
+    record[Word.RESTORE] = status  # written last, because the rank waits for it
+
+
+def _shown(own: do.KeptCopy, common: do.KeptCopy | None) -> ShownImage:
+    assert isinstance(own, StoredCopy)
+    places = [copy.memory for copy in (own, common) if isinstance(copy, StoredCopy) and copy.memory]
+    descriptor, *more = (place.descriptor for place in places)
+    return ShownImage(own.manifest_bytes, descriptor, *(more or (0,)))
 
 
 def _read_image(buffer: ImageBuffer, size: int, manifest_size: int, step: int, rank: int) -> StoredCopy:

@@ -220,6 +220,35 @@ class RestoreStatus(IntEnum):
     READY = 1  # the image is in the slot, verified
     ELSEWHERE = 2  # nothing in memory: the ranks restore from the shared tier
     FAILED = 3  # it cannot be brought: the rank waits while the supervisor decides about the attempt
+    # Another number of ranks saved it: a buffer of its own has `ShownImages`. In place of the slot, image and
+    # manifest are then the agent's descriptor of that, the size of all images, and that of the buffer's text.
+    COLLECTED = 4
+
+
+class ShownImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image that a rank of another number may read: its `manifest`, and the agent's descriptor of a buffer
+    with it. If that has only the own part, the one at `common` (otherwise 0) has the common part."""
+
+    manifest: bytes
+    descriptor: int
+    common: int
+
+
+class ShownImages(msgspec.Struct, frozen=True):
+    """What all ranks of another number saved, by rank."""
+
+    images: tuple[ShownImage, ...]
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> ShownImages:
+        """Raises BadImage."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BadImage(f"what the agent shows cannot be read: {error}") from error
 
 
 _SLOT_WORDS = len(SlotWord)

@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 
 from jurymast.core.checkpoints import copies as cp
 from jurymast.core.checkpoints.agreement import NextSave
+from jurymast.core.checkpoints.collecting import Collecting
 from jurymast.core.checkpoints.commit import Commit, Rollback
 from jurymast.core.checkpoints.copies import RATES, RETRY_S, Copies, Holder, RestorePlan
 from jurymast.core.checkpoints.replicas import Replicas
@@ -71,21 +72,21 @@ def needs(
 
 
 class Shortages:
-    """Reports shortages. What a node can give includes what checkpoints already use there."""
+    """Reports shortages. What a node can give (`rooms`) includes what checkpoints already use there."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, msg.Room] = {}
+        self.rooms: dict[str, msg.Room] = {}
         self._foreseen: dict[str, msg.Foreseen] = {}
         self._told: dict[str, Need] = {}
 
     def on_agent_joined(self, node: str, room: msg.Room | None) -> None:
         self._foreseen.pop(node, None)
         if room is not None:
-            self._rooms[node] = room
+            self.rooms[node] = room
 
     def on_node_lost(self, node: str) -> None:
         self._foreseen.pop(node, None)
-        self._rooms.pop(node, None)
+        self.rooms.pop(node, None)
 
     def on_foreseen(self, node: str, message: msg.Foreseen) -> None:
         """All ranks of a node have reported how large their states will be."""
@@ -103,7 +104,7 @@ class Shortages:
         theirs = {node: self._foreseen[node] for node in placement}
         effects: list[Effect] = []
         for node, need in needs(theirs, placement, holders).items():
-            room = self._rooms.get(node)
+            room = self.rooms.get(node)
             if room is not None and need.total_bytes > room.free and self._told.get(node) != need:
                 self._told[node] = need
                 effects.append(Record(ev.Noted(t=now, node=node, message=_shortage(need, room))))
@@ -188,8 +189,8 @@ class RestoreChoice:
         if chosen is None or chosen.tier != im.MEMORY:
             return None
         key = StateId(chosen.step, chosen.attempt)
-        sources = {rank: self._sources(key, rank, node) for rank in ranks}
-        return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources)
+        sources = {rank: () if chosen.world else self._sources(key, rank, node) for rank in ranks}
+        return msg.Restore(step=chosen.step, attempt=chosen.attempt, ranks=sources, world=chosen.world)
 
     def _sources(self, key: StateId, rank: int, node: str) -> tuple[Source, ...]:
         if self._copies.has_whole(key, rank, node) is not None:
@@ -335,6 +336,7 @@ class Checkpoints:
         self._void: deque[StateId] = deque(maxlen=VOIDS_KEPT)
         self._told: dict[int, int] = {}  # by rank, the newest step of this attempt that it saved or skipped
         self.final_write = FinalWrite(self.copies, self._commit, self.replicas, self.writes)
+        self._collecting = Collecting(state, self.copies, self.replicas, self._shortages.rooms)
 
     # ---- agents
 
@@ -416,6 +418,7 @@ class Checkpoints:
                 continue
             self.copies.hold(copy)
             self.replicas.on_copy_held(copy)
+            self._collecting.on_held(key, now)
             self._commit.on_image_held(key, report.stall_s)
         committed = self._commit.on_time(now)
         # At once, because until the state is replicated, the loss of a node destroys it.
@@ -454,6 +457,7 @@ class Checkpoints:
 
     def _unreplicated(self, node: str, message: msg.Unreplicated, now: float) -> list[Effect]:
         self.final_write.not_gathered(now)
+        self._collecting.on_replicate_failed(message)
         if not self.replicas.on_replicate_failed(node, message, now):
             return []
         why = f"rank {message.rank} has no replica of step {message.step}: {message.why}"
@@ -611,12 +615,15 @@ class Checkpoints:
         return self.writes.look_for_late(now) + write(now)
 
     def reshard(self, world: int, now: float) -> tuple[list[Effect], str]:
-        """Have the newest state brought to shared storage, if it is of another number of ranks than `world`:
-        from there ranks of any number restore it. Return also what is waited for; "" for nothing. To be
-        called repeatedly, and after all that is left has been reported."""
+        """Have the newest state brought, if it is of another number of ranks than `world`, to where these can
+        restore it: to the memory of every node, or else to shared storage. Return also what is waited for; ""
+        for nothing. To be called repeatedly, and after all that is left has been reported."""
         newest = next(iter(self.writes.unsaved()), None)
         if newest is None or self.copies.world(newest) == world:
             return [], ""
+        collected = self._collecting.look(newest, now)
+        if collected is not None:
+            return collected
         effects = self.secure(now)
         if self.final_write.secured:
             return effects, ""

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from msgspec import structs
+
 from jurymast.core.state.images import (
     ALL,
     COMMON,
@@ -34,6 +36,7 @@ from jurymast.core.state.images import (
     StateId,
     age,
 )
+from jurymast.core.state.messages import Room
 from jurymast.core.state.signatures import ErrorSignature, error_signature
 
 # Bytes per second and node, until a restore has been measured.
@@ -60,7 +63,8 @@ class Holder:
 @dataclass(frozen=True)
 class RestorePlan:
     """What the ranks of an attempt restore. `tier` is memory (images held by agents, in any tier), shared, or
-    "" for a fresh start; `tiers` are the bytes that come from each."""
+    "" for a fresh start; `tiers` are the bytes that come from each; `world`: how many ranks saved the images,
+    if it were others than now restore them."""
 
     step: int
     attempt: int
@@ -68,6 +72,7 @@ class RestorePlan:
     reason: str
     expected_s: float = 0.0
     tiers: Mapping[str, int] = field(default_factory=dict)
+    world: int = 0
 
 
 class _Alike:
@@ -285,6 +290,29 @@ class Copies:
         """Return the rank's whole image in this node's memory, if it is there."""
         return self._of(key).held.get(rank, {}).get((node, MEMORY, ALL))
 
+    def lacking(self, key: StateId, node: str) -> list[tuple[int, str]]:
+        """Return what the node has not in its memory of all ranks' images: ranks, and which part of each. Of
+        common parts that are alike it needs one."""
+        known = self._of(key)
+        here = [
+            copy
+            for rank in known.at.get(node, ())
+            for copy in known.held.get(rank, {}).values()
+            if copy.node == node and copy.tier != LOCAL
+        ]
+        own = {copy.rank for copy in here if copy.has(OWN)}
+        common = {"", *(copy.common_id for copy in here if copy.has(COMMON))}
+        lacks: list[tuple[int, str]] = []
+        for rank in range(self.world(key)):
+            known_by = next(iter(known.held.get(rank, {}).values()), None)
+            common_id = known_by.common_id if known_by is not None else ""
+            if rank not in own:
+                lacks.append((rank, OWN if common_id in common else ALL))
+            elif common_id not in common:
+                lacks.append((rank, COMMON))
+            common.add(common_id)
+        return lacks
+
     def nodes_with_both(self, key: StateId, rank: int) -> list[str]:
         """Return the nodes that have both parts of the rank's image, though not in one piece."""
         common = self.nodes_with(key, rank, COMMON)
@@ -320,17 +348,23 @@ def plan_restore(
 
     `shared` maps steps that are complete in the shared tier to their size in bytes. An older step is never
     chosen because its restore would be faster: that is an estimate, while the lost steps are certain. Images
-    serve only the same number of ranks. States in `failed` could repeatedly not be restored (attempt 0: from
-    the shared tier): they are passed over unless there is nothing else.
+    serve another number of ranks only where every node has all of them. States in `failed` could repeatedly
+    not be restored (attempt 0: from the shared tier): they are passed over unless there is nothing else.
     """
     world = len(placement) * ranks_per_node
-    keys = [key for key in copies.newest_first() if copies.world(key) == world and copies.restorable(key)]
+    keys = [
+        key
+        for key in copies.newest_first()
+        if copies.restorable(key) and (copies.world(key) == world or is_collected(copies, key, placement))
+    ]
     key = max((key for key in keys if key not in failed), default=None)
     unreadable = {step for step, attempt in failed if not attempt}
     step = max(shared.keys() - unreadable, default=None)
     if key is None and step is None:
         key, step = max(keys, default=None), max(shared, default=None)
     if key is not None and (step is None or key.step >= step):
+        if copies.world(key) != world:
+            return _from_collected(copies, key)
         return _from_images(copies, key, placement, ranks_per_node)
     if step is None:
         return RestorePlan(0, 0, "", "nothing was saved yet")
@@ -360,6 +394,14 @@ def _from_images(copies: Copies, key: StateId, placement: Sequence[str], ranks_p
     return RestorePlan(key.step, key.attempt, MEMORY, _newest(key.step, slowest_s), slowest_s, tiers)
 
 
+def _from_collected(copies: Copies, key: StateId) -> RestorePlan:
+    """Each node has everything, and its ranks take of that what they need."""
+    size, world = copies.size_bytes(key), copies.world(key)
+    seconds = size / RATES[MEMORY]
+    reason = f"{_newest(key.step, seconds)}; {world} ranks saved it, and each node has the images of all"
+    return RestorePlan(key.step, key.attempt, MEMORY, reason, seconds, {MEMORY: size}, world)
+
+
 def _cheapest(copies: Copies, key: StateId, rank: int, node: str) -> Iterator[tuple[Source, int]]:
     """Return where each missing part of an image comes from, and its size in bytes."""
     sources = copies.sources(key, rank, node)
@@ -367,6 +409,42 @@ def _cheapest(copies: Copies, key: StateId, rank: int, node: str) -> Iterator[tu
     for part, size in ((COMMON, image.common_bytes), (OWN, image.size_bytes - image.common_bytes)):
         if size:
             yield next(source for source in sources if source.has(part)), size
+
+
+# ---- what another number of ranks saved
+
+# A node's agent tells of every copy, and the supervisor looks at all of them, for each node of a launch.
+COLLECTED_MAX = 10_000
+# Of what ranks save next, a node takes so many images before it can give up what it has collected.
+SAVED_BESIDE = 2
+
+
+def is_collected(copies: Copies, key: StateId, placement: Sequence[str]) -> bool:
+    """Whether every node has all ranks' images in its memory, as it takes for another number of ranks to
+    restore them."""
+    few = copies.world(key) * len(placement) <= COLLECTED_MAX
+    return few and not any(copies.lacking(key, node) for node in placement)
+
+
+def collectable(
+    copies: Copies, key: StateId, placement: Sequence[str], ranks_per_node: int, rooms: Mapping[str, Room]
+) -> bool:
+    """Whether every node could have all ranks' images in its memory, beside what its ranks will save next. In
+    `rooms` is what each node can give, including what it gives already."""
+    if copies.world(key) * len(placement) > COLLECTED_MAX or not copies.restorable(key):
+        return False
+    images = {rank: copies.of(key, rank)[0] for rank in range(copies.world(key))}
+    common = max(image.common_bytes for image in images.values())
+    own = sum(image.size_bytes - image.common_bytes for image in images.values())
+    # Their own part, on this node and on the one that has its replicas.
+    next_bytes = SAVED_BESIDE * (ranks_per_node * common + 2 * math.ceil(own / len(placement)))
+    for node in placement:
+        here = sum(copy.part_bytes for copy in copies.on(node) if copy.tier != LOCAL)
+        lacks = (structs.replace(images[rank], part=part) for rank, part in copies.lacking(key, node))
+        need = here + sum(image.part_bytes for image in lacks) + next_bytes
+        if node not in rooms or need > rooms[node].free:
+            return False
+    return True
 
 
 # ---- copies that fail

@@ -116,6 +116,19 @@ def missing_replicas(
     return orders
 
 
+def missing_images(copies: Copies, key: StateId, placement: Sequence[str]) -> list[Order]:
+    """Return what must be copied so that every node has the images of all ranks, of which there were another
+    number."""
+    orders: list[Order] = []
+    for node in placement:
+        for rank, part in copies.lacking(key, node):
+            # The common part of another rank does as well.
+            sources = copies.sources(key, rank, node, OWN if part == OWN else ALL)
+            order = msg.Replicate(step=key.step, attempt=key.attempt, rank=rank, part=part, sources=sources)
+            orders.append((node, order))
+    return orders
+
+
 # ---- a few nodes at a time
 
 SLICE_NODES = 32
@@ -260,7 +273,7 @@ class Replicas:
         if under_way.place >= len(self._state.placement):
             self._pass = None
             self._rest_until = now + REST_SHARE * self._took_s
-            if not under_way.ordered and self._commit.whole():
+            if not under_way.ordered and self._is_all_there(under_way.key):
                 effects += self._settle(under_way.key, now, safe=not self._lacks_memory(under_way.holders))
         return effects
 
@@ -275,11 +288,25 @@ class Replicas:
 
     def _missing(self, under_way: _Pass) -> list[Order]:
         placement, count = self._state.placement, self._state.ranks_per_node
+        if self._resharded(under_way.key):
+            under_way.place = len(placement)
+            able = [node for node in placement if node not in self._full()]
+            return missing_images(self._copies, under_way.key, able)
         places = range(under_way.place, min(under_way.place + SLICE_NODES, len(placement)))
         under_way.place = places.stop
         return missing_replicas(
             self._copies, under_way.key, placement, count, under_way.holders, places, under_way.unable
         )
+
+    def _resharded(self, key: StateId) -> bool:
+        """Whether the ranks that run have restored what another number of ranks saved."""
+        ranks = len(self._state.placement) * self._state.ranks_per_node
+        return self._copies.world(key) not in (0, ranks)
+
+    def _is_all_there(self, key: StateId) -> bool:
+        """Whether the state is whole where it counts: each image at its rank, or at all ranks of another
+        number."""
+        return self._commit.whole() or (self._resharded(key) and self._copies.restorable(key))
 
     def _give_pass_up(self, now: float) -> None:
         """Start again from the first node after a pause, because the state has changed meanwhile."""

@@ -42,6 +42,9 @@ class KeptCopy:
         return age(self.image.state)
 
 
+# One image: the copy with its own part, and the one with the same common part, if another has it.
+Shown = tuple[KeptCopy, KeptCopy | None]
+
 Kept = TypeVar("Kept", bound=KeptCopy)
 
 
@@ -216,8 +219,19 @@ class Fetch(ForWork, frozen=True):
     behind: bool
 
 
+class Show(ForWork, frozen=True):
+    """Let all ranks of this node read these images, which another number of ranks saved, as what they
+    restore. No copy changes from now on until Unshow. Answered by `on_shown`, before all else."""
+
+    images: tuple[Shown, ...]
+
+
 class Hurry(ForWork, frozen=True):
     """Answer soon: nobody wants this work any more."""
+
+
+class Unshow(Struct, frozen=True):
+    """End Show: nobody reads these images any more."""
 
 
 class EndWork(ForWork, frozen=True):
@@ -230,6 +244,6 @@ ForRanks = (
     | FailRestore
 )  # fmt: skip
 Effect = (
-    Tell | ForMemory | Serve | Unserve | AwaitReaders | ForRanks | FindImage | Verify | Fetch | Hurry
-    | EndWork
+    Tell | ForMemory | Serve | Unserve | AwaitReaders | ForRanks | FindImage | Verify | Fetch | Show
+    | Unshow | Hurry | EndWork
 )  # fmt: skip

@@ -360,6 +360,7 @@ class Holding:
         # States that this attempt may need: what it restores, and the newest safe one.
         self._wanted = {NOTHING}
         self._slots_go = False
+        self.shows = False  # ranks read what another number of ranks saved
         self._void: set[StateId] = set()
         self._unwanted: set[ImageId] = set()  # rolled back: what the disk has of them is not looked at
 
@@ -546,6 +547,7 @@ class Holding:
         `restore` (the ranks start from shared storage, or anew) no replica stays; the supervisor knows that
         without a report."""
         self.attempt, self._slots_go = attempt, False
+        self.unshow()
         self._void.clear()
         restored = (restore.attempt, restore.step) if restore is not None else NOTHING
         self._wanted = {self.committed, restored}
@@ -574,8 +576,15 @@ class Holding:
                     self.drop(slot.copy)
             self.settle(slot)
 
+    def unshow(self) -> None:
+        """No rank reads any more what another number of ranks saved."""
+        if self.shows:
+            self.shows = False
+            self.do(do.Unshow())
+
     def went_on(self, mine: RankSlots) -> None:
         """All ranks have restored. From now on no other image is needed, except a safe one."""
+        self.unshow()
         for slot in mine.slots:
             copy = slot.copy
             kept = copy is None or copy is mine.restored or copy.image.attempt == self.attempt

@@ -3,7 +3,7 @@
 A rank writes an image into a free slot; it is hashed and held, served to other nodes, lent to whoever writes
 it to storage, and goes when the supervisor says that a newer state is safe. The keeper holds replicas of
 other nodes' images, in case one of those nodes is lost. Before an attempt starts, it brings what its ranks
-restore into their slots.
+restore into their slots. If another number of ranks saved that, its ranks read the images where they are.
 """
 
 from __future__ import annotations
@@ -219,11 +219,14 @@ class KeeperMachine:
             self.replicas.stop(lambda one: True)
         for local, mine in enumerate(self.ranks):
             self.holding.begin(mine, ranks[local] if local < len(ranks) else -1)
+        resharded = restore is not None and restore.world > 0
         for mine in self.ranks:
-            if mine.rank >= 0 and restore is not None and mine.rank in restore.ranks:
-                self.restores.begin(mine, restore, world, now)
-            else:
+            if mine.rank < 0 or restore is None or mine.rank not in restore.ranks:
                 self._effects.append(do.Elsewhere(mine.local))
+            elif not resharded:
+                self.restores.begin(mine, restore, world, now)
+        if restore is not None and resharded:
+            self.restores.collected([mine for mine in self.ranks if mine.rank in restore.ranks], restore)
         return self._out()
 
     # Ranks, and their slots.
@@ -344,6 +347,11 @@ class KeeperMachine:
     def on_copy_verified(self, number: int, intact: bool | None) -> list[do.Effect]:
         """Handle the result of Verify; None: it could not be determined."""
         self._works.going[number].on_copy_verified(intact)
+        return self._out()
+
+    def on_shown(self, number: int, why: str = "") -> list[do.Effect]:
+        """Ranks see the images of Show from now on, or cannot (`why`)."""
+        self._works.going[number].on_shown(why)
         return self._out()
 
     def on_image_fetched(self, number: int, fetched: Filled, now: float) -> list[do.Effect]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jurymast.core.keeper import effects as do
-from jurymast.core.keeper.effects import KeptCopy
+from jurymast.core.keeper.effects import KeptCopy, Shown
 from jurymast.core.keeper.holding import Buffer, Claim, Holding, RankSlots, Slot, SlotState, kernel_refusal
 from jurymast.core.state import messages as msg
-from jurymast.core.state.images import ALL, MEMORY, PEER, ImageId, parts_of
+from jurymast.core.state.images import ALL, COMMON, LOCAL, MEMORY, OWN, PEER, ImageId, parts_of
 from jurymast.core.state.texts import memory_size
 
 
@@ -75,6 +75,9 @@ class Work:
         raise NotImplementedError
 
     def on_image_fetched(self, fetched: Filled, now: float) -> None:
+        raise NotImplementedError
+
+    def on_shown(self, why: str) -> None:
         raise NotImplementedError
 
     def own(self, buffer: Buffer) -> None:
@@ -327,6 +330,83 @@ class RankRestore(Work):
         self.tell(msg.Unrestorable(attempt=self.attempt, rank=rank, step=step, of=of, why=said))
 
 
+class Collected(Work):
+    """The restore of all ranks of a node from what another number of ranks saved. The supervisor has had
+    every image brought here; each is verified, and then shown to the ranks."""
+
+    def __init__(self, works: Works, ranks: Sequence[RankSlots], restore: msg.Restore) -> None:
+        super().__init__(works)
+        self._ranks, self._restore = ranks, restore
+        self._images: list[Shown] = []
+        self._unverified: list[KeptCopy] = []
+
+    def begin(self) -> None:
+        step, of, world = self._restore.step, self._restore.attempt, self._restore.world
+        for rank in range(world):
+            image = self._find(ImageId(step, of, rank))
+            if image is None:
+                self._over(f"not all of rank {rank}'s image is here")
+                return
+            self._images.append(image)
+        copies = [copy for image in self._images for copy in image if copy is not None]
+        self._unverified = list(dict.fromkeys(copies))
+        self._next()
+
+    def _find(self, image: ImageId) -> Shown | None:
+        """Return the image as it is in the memory of this node."""
+        for own in self.holding.find(image, (MEMORY, PEER)):
+            if own.part == ALL:
+                return own, None
+            if own.part != OWN:
+                continue
+            if not own.report.common_bytes:
+                return own, None
+            same = image.state, own.report.common_id
+            for common in self.holding.copies.values():
+                fits = (common.image.state, common.report.common_id) == same
+                if fits and common.part in (ALL, COMMON) and common.tier != LOCAL:
+                    return own, common
+        return None
+
+    def _next(self) -> None:
+        if self._unverified:
+            self.do(do.Verify(self.number, self._unverified[-1]))
+        elif all(self.holding.has(copy) for image in self._images for copy in image if copy is not None):
+            self.do(do.Show(self.number, tuple(self._images)))
+        else:
+            self._over("some of it was dropped meanwhile")
+
+    def on_copy_verified(self, intact: bool | None) -> None:
+        copy = self._unverified.pop()
+        if self.stopped:
+            self.end()
+        elif intact:
+            self._next()
+        else:
+            if intact is False:
+                self.holding.drop(copy, "blocks are corrupt in memory")
+            self._over(f"rank {copy.image.rank}'s image cannot be verified here")
+
+    def on_shown(self, why: str) -> None:
+        if why:
+            self._over(why)
+            return
+        shown = {copy for image in self._images for copy in image if copy is not None}
+        for mine in self._ranks:
+            held = (slot.copy for slot in mine.slots if slot.copy is not None)
+            mine.restored = next((copy for copy in held if copy in shown), None)
+        self.holding.shows = True
+        self.end()
+
+    def _over(self, why: str) -> None:
+        self.end()
+        step, of = self._restore.step, self._restore.attempt
+        for mine in self._ranks:
+            self.do(do.FailRestore(mine.local))
+        first, attempt = min(mine.rank for mine in self._ranks), self.holding.attempt
+        self.tell(msg.Unrestorable(attempt=attempt, rank=first, step=step, of=of, why=why))
+
+
 class Restores:
     """The restores of one attempt at a time."""
 
@@ -351,6 +431,13 @@ class Restores:
                 work.next = None
         for work in self._going:
             work.stop()
+        for work in list(self._works.going.values()):
+            if isinstance(work, Collected):
+                work.stop()
+
+    def collected(self, ranks: Sequence[RankSlots], restore: msg.Restore) -> None:
+        """Begin the restore of these ranks from what another number of ranks saved."""
+        Collected(self._works, ranks, restore).begin()
 
     def begin(self, mine: RankSlots, restore: msg.Restore, world: int, now: float) -> None:
         """Begin a restore; after the stopped one of the same image, which still works on this node's copy."""

@@ -69,11 +69,13 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """The state from which an attempt continues, and for each rank of the node where to get its image, best
-    first; () if the node has it in its own memory: see `AskSources`."""
+    first; () if the node has it in its own memory: see `AskSources`. `world`: so many other ranks saved it,
+    and the node has the images of all of them; 0: as many as restore it."""
 
     step: int
     attempt: int
     ranks: dict[int, tuple[Source, ...]]
+    world: int = 0
 
 
 class Held(ToSupervisor, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Carries out a decided launch: its nodes are told to start, but only after earlier attempts are fenced off,
 and after all nodes that may hold a part of what it restores have reported. Unknown is not no. What another
-number of ranks saved is brought to shared storage before."""
+number of ranks saved is brought before to where this one can restore it."""
 
 from __future__ import annotations
 

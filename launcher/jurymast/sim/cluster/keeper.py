@@ -197,6 +197,7 @@ class SimKeeper(Keeper):
         self.agent: SimAgent = agent
         self.cluster: Cluster = agent.cluster
         self._images: dict[do.KeptCopy, SimImage] = {}
+        self._corrupt: list[StoredCopy] = []  # when the newest attempt began
         self.failed = agent.loop.failed
         super().__init__(SimKeeperIo(agent, room), agent.say)
         self.cluster.keepers[agent.site.name, self.port] = self
@@ -238,6 +239,16 @@ class SimKeeper(Keeper):
         """Return the content of which a part begins here."""
         return self.cluster.tokens[bytes(buffer[at : at + TOKEN_BYTES])]
 
+    def launch(self, attempt: int, ranks: list[int], world: int, restore: msg.Restore | None) -> None:
+        self._corrupt = [image.copy for image in self.held if image.corrupt]
+        super().launch(attempt, ranks, world, restore)
+
+    def _show(self, effect: do.Show) -> str:
+        why = super()._show(effect)
+        if not why:
+            self.cluster.oracle.size.shows(self, self.shown, self._corrupt)
+        return why
+
     # ---- what ranks and writers do
 
     def wants(self) -> None:
@@ -269,13 +280,25 @@ class SimKeeper(Keeper):
     def status(self, local: int) -> RestoreStatus:
         return RestoreStatus(self.io.records[local][Word.RESTORE])
 
-    def restored(self, local: int) -> tuple[StateId, Token]:
-        """Return what a rank finds in the slot that it restores."""
+    def restored(self, local: int) -> list[tuple[StateId, Token]]:
+        """Return what a rank finds in the slot that it restores, or in each image of another number of
+        ranks."""
         record = self.io.records[local]
+        if self.status(local) is RestoreStatus.COLLECTED:
+            return [(image.copy.image.state, image.token) for image in self._shown()]
         buffer = self.buffers[self._words(local, record[Word.RESTORE_SLOT])[SlotWord.GENERATION]]
         size = record[Word.RESTORE_IMAGE]
         manifest = Manifest.from_bytes(bytes(buffer[size : size + record[Word.RESTORE_MANIFEST]]))
-        return manifest.image.state, self._token(buffer, COMMON_BYTES)
+        return [(manifest.image.state, self._token(buffer, COMMON_BYTES))]
+
+    def _shown(self) -> list[SimImage]:
+        """Return the copies that ranks of another number read, as they are now."""
+        found = []
+        for copy in self.shown:
+            assert copy.memory is not None
+            token = self._token(copy.memory, 0 if copy.part == COMMON else COMMON_BYTES)
+            found.append(SimImage(copy, copy.memory, token, self.agent.world.now))
+        return found
 
     def read(self, loan: Loan) -> Token:
         """Return what a writer reads. Raises DamagedImage."""

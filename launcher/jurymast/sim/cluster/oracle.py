@@ -191,7 +191,7 @@ class Oracle:
         self.tasks.recorded(supervisor, event, entry.decided)
         self.health.recorded(supervisor, event, entry.decided)
         self.refill.recorded(supervisor, event, entry.decided)
-        self.size.recorded(supervisor, entry.decided)
+        self.size.recorded(supervisor, event, entry.decided, self._supervises_since)
         self.told.recorded(supervisor, event)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):

@@ -174,8 +174,9 @@ class SimGroup:
                 cluster.storage.do(lead.site.name, lead.process, self._newest_shared, self._from_shared)
                 world.go(None, self._tell_of_wait())
                 return
-            ready = status == {RestoreStatus.READY}
-            found = [keeper.restored(local) for keeper in keepers for local in count] if ready else []
+            ready = status in ({RestoreStatus.READY}, {RestoreStatus.COLLECTED})
+            each = (keeper.restored(local) for keeper in keepers for local in count if ready)
+            found = [one for theirs in each for one in theirs]
             if ready:
                 cluster.oracle.restores(self, found)
             if len({key for key, _ in found}) == 1:
