@@ -20,7 +20,7 @@ from benchmarks.chaotic.checker import Facts, load, wrong
 from benchmarks.chaotic.faultlog import write_log
 from benchmarks.chaotic.nemesis import Nemesis, Places
 from benchmarks.chaotic.plans import SAVE_EVERY, STEP_S, Plan
-from jurymast.core.state.run import ENDED
+from jurymast.core.state.run import ENDED, Role
 from jurymast.report.which_run import find_run
 from support.ranks import run_script
 from support.runs import ROOT, SCRIPTS, result
@@ -184,23 +184,26 @@ def _left(at: Stage, run: SlurmRun) -> list[str]:
 
 
 def _for_the_next(at: Stage, run: SlurmRun) -> list[str]:
-    """The nodes on which the next run is to remove something: images on disks of nodes that a requeue left;
-    and on any node an unfinished write, whose process died as the run ended."""
-    cluster = at.cluster
-    alive, had = _alive(cluster), cluster.job(run.job)["NodeList"]
-    last = cluster.slurm(["scontrol", "show", "hostnames", had]).split()
-    images = [name for name in alive if name not in last and _files(cluster, name)]
+    """The nodes on which the next run is to remove something: images on disks of nodes that have no agent of
+    the run any more, as after a requeue; and on any node an unfinished write whose process died as the run
+    ended."""
+    alive, nodes = _alive(at.cluster), run.state().nodes
+    without = [name for name in alive if name not in nodes or nodes[name].role is Role.FAILED]
+    images = [name for name in without if _files(at.cluster, name)]
     return images or (alive[:1] if _unfinished(at) else [])
 
 
 def _run_next(at: Stage, run: SlurmRun, name: str) -> None:
-    """Have a run of one step on the node, with the policy and the folders of the run before."""
+    """Have a run of one step on the node, once it is repaired, with the policy and the folders of the run
+    before."""
     folder = run.directory.root.parent.name
     policy = str(at.cluster.shared / f"{folder}.yaml")
     options = ("--nodes", "1", "--spares", "0", "--partition", "low", "--nodelist", name, "--policy", policy)
     train = ["--steps", "1", "--checkpoints", str(at.share / folder)]
+    jurymast(at.cluster, "nodes", "--runs", str(at.runs / folder), "--forgive", name)
     _, job = _submit(at, at.runs / folder, *options, train=train)
-    at.cluster.wait_job(job, "COMPLETED", deadline_s=LEFT_S)
+    # It fails where the only checkpoint was damaged.
+    at.cluster.wait_job(job, "COMPLETED", "FAILED", deadline_s=LEFT_S)
 
 
 def _alive(cluster: Cluster) -> list[str]:
