@@ -63,14 +63,14 @@ def lines(cluster: Cluster, work: Path, script: str) -> list[str]:
     return sorted(re.findall(r"^(?:task|on|seen).*$", (work / "out").read_text(), re.MULTILINE))
 
 
-def test_each_task_reads_the_file_that_is_named_for_it(cluster: Cluster) -> None:
-    found = lines(cluster, cluster.shared / "reads", READS)
+def test_each_task_reads_the_file_that_is_named_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    found = lines(cluster, cluster.shared / tmp_path.name, READS)
     nodes = [f"on n{node} reads text of n{node}" for node in (1, 1, 2, 2)]
     assert found == [*nodes, *(f"task {task} reads text {task}" for task in range(4))]
 
 
-def test_lines_are_seen_while_they_grow(cluster: Cluster) -> None:
+def test_lines_are_seen_while_they_grow(cluster: Cluster, tmp_path: Path) -> None:
     """With a launcher that the script itself starts, also those that no bar has begun: nobody would hold them
     back without us."""
-    found = lines(cluster, cluster.shared / "grows", GROWS)
+    found = lines(cluster, cluster.shared / tmp_path.name, GROWS)
     assert found == ["seen: bar", "seen: launcher", "seen: unbuffered"]
