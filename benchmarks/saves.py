@@ -109,7 +109,11 @@ def training(folder: Path, waits_s: float, mtbf_s: float) -> Iterator[Path]:
     finally:
         subprocess.run([*jurymast, "cancel", run], capture_output=True, timeout=END_LIMIT_S)
         end = time.monotonic() + END_LIMIT_S
-        while status(run)["job"]["kind"] == "alive" and time.monotonic() < end:
+        while status(run)["exit_code"] is None and time.monotonic() < end:
+            time.sleep(0.5)
+        # Its processes are not over yet, and need the directory until then.
+        batch = Path("/proc") / status(run)["job"]["id"].removeprefix("local-")
+        while batch.exists() and time.monotonic() < end:
             time.sleep(0.5)
 
 
