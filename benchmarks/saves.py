@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
@@ -112,9 +114,13 @@ def training(folder: Path, waits_s: float, mtbf_s: float) -> Iterator[Path]:
         while status(run)["exit_code"] is None and time.monotonic() < end:
             time.sleep(0.5)
         # Its processes are not over yet, and need the directory until then.
-        batch = Path("/proc") / status(run)["job"]["id"].removeprefix("local-")
-        while batch.exists() and time.monotonic() < end:
+        while _has_processes(run) and time.monotonic() < end:
             time.sleep(0.5)
+
+
+def _has_processes(run: str) -> bool:
+    found = psutil.process_iter(["cmdline"])
+    return any(run in word for process in found for word in process.info["cmdline"] or ())
 
 
 def status(run: str) -> Any:
