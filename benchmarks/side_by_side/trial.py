@@ -58,6 +58,7 @@ CASES = [
     Case("frozen_rank", stop_rank),
     # Slurm's own way takes 150 s here: SlurmdTimeout, the end of the job, 121 s of delay, the start.
     Case("requeue", cut_power, spares=0, target_s=10.0, deadline_s=240.0),
+    Case("crash_no_spare", crash_node, spares=0, deadline_s=240.0),
 ]
 
 
