@@ -685,8 +685,6 @@ def test_images_are_left_out_of_core_files_of_agents_and_ranks() -> None:
     assert "dd" in flags[1].split()
     for module in (processes, memory_tier):  # everything that maps them
         text = inspect.getsource(module)
-        assert (
-            text.count("= mmap.mmap(")
-            == text.count(" leave_out_of_cores(") - text.count("def leave_out")
-            == 1
-        )
+        maps = text.count("= mmap.mmap(")
+        assert maps > 0
+        assert maps == text.count(" leave_out_of_cores(") - text.count("def leave_out")
