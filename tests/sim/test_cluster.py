@@ -51,6 +51,11 @@ from support.planted_told import step_ends
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "ranks that save to storage together waited for nobody's save": (
+        '{"seed":128100484,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"least":3,"pool":1,'
+        '"spread":"apart","faults":[{"at":9.19,"kind":"drained","node":3,"other":1},'
+        '{"at":18.82,"kind":"drained","node":0,"other":2}]}'
+    ),
     "fewer ranks wait for a write that takes long": (
         '{"seed":127000869,"active":4,"spares":0,"ranks":2,"cadence_steps":5,"room":8,"copy_s":9.7,"least":1,'
         '"at_term":"leaves","faults":[{"at":5.42,"kind":"power","node":1,"other":2,"seconds":1.85}]}'

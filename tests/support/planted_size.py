@@ -65,6 +65,13 @@ def _grown(seed: int) -> Plan:
     return replace(_back_again(seed), copy_s=6.0)
 
 
+def _too_little_memory(seed: int) -> Plan:
+    """Two nodes are drained, one after the other. After the first move some node has memory for one image, so
+    that all ranks save to storage together, which is newer than what memory has."""
+    drained = Fault(9.19, "drained", node=3, other=1), Fault(18.82, "drained", node=0, other=2)
+    return Plan(seed, 4, 1, 1, 5, 1, drained, least=3, pool=1)
+
+
 def _no(*_: Any) -> bool:
     return False
 
@@ -101,5 +108,9 @@ PLANTED_SIZE: dict[str, Any] = {
     "69: what memory has is written all the same": (_unsaved, [(Collecting, "look", _never)]),
     "70: what is shown is not verified": (_corrupt, [(Collected, "_next", _unverified)]),
     "5: what was shown is shown for ever": (_unsaved, [(Holding, "unshow", _never)]),
+    "53: what ranks save together is not known": (
+        _too_little_memory,
+        [(Checkpoints, "on_saved_together", _never)],
+    ),
     "19: what all nodes have never counts as safe": (_grown, [(Replicas, "_resharded", _no)]),
 }  # fmt: skip

@@ -505,6 +505,23 @@ def test_what_the_ranks_passed_over_on_storage_does_not_stand_for_newer_states()
     assert set(site.shared) == {(10, 1), (15, 2)}
 
 
+def test_what_all_ranks_saved_to_storage_themselves_is_restored_before_what_is_older_in_memory() -> None:
+    site = Site()
+    site.save(10)
+    site.state.attempt = 2
+    site.checkpoints.on_saved_together(StateId(30, 2), 300)
+    assert site.checkpoints.unsaved() == ""
+    chosen = site.choose(launch("n1", "s1", "n3"))
+    assert (chosen.tier, chosen.step, chosen.tiers) == ("shared", 30, {"shared": 300})
+
+
+def test_a_save_that_was_rolled_back_meanwhile_does_not_count() -> None:
+    site = Site()
+    site.do(site.checkpoints.go_back(10, site.time))
+    site.checkpoints.on_saved_together(StateId(30, 1), 300)
+    assert site.shared == {}
+
+
 def test_what_could_not_be_restored_from_memory_does_not_hold_newer_states_up() -> None:
     site = Site()
     site.save(30)

@@ -522,6 +522,11 @@ class Checkpoints:
         )
         return [*(Send(node, void) for node in self._holders), Record(saved)]
 
+    def on_saved_together(self, key: StateId, size_bytes: int) -> None:
+        """All ranks have saved this to shared storage together, as they do where a node lacks the memory."""
+        if not self.restore.is_void(key):
+            self.writes.shared[key] = size_bytes
+
     def on_restored(self, attempt: int, step: int, tier: str) -> None:
         """Note that the ranks continue from this state."""
         if tier not in (im.MEMORY, im.LIVE):

@@ -459,6 +459,8 @@ class Supervision:
                 return []
             case within.Saved():
                 self._of_all.append(message)
+                if said.ok and said.tier == SHARED:
+                    self.checkpoints.on_saved_together(StateId(said.step, attempt), said.size_bytes)
                 return self._saved(ev.Saved(t=now, attempt=attempt, **fields), now)
             case within.Restored():
                 self._of_all.append(message)

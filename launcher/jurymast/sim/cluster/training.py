@@ -27,6 +27,7 @@ RETRY_S = 0.1
 # Ranks that may go on in their processes wait so long to hear that the attempt has ended.
 HOLD_LIMIT_S = 10.0
 STALL_S, GO_ON_S = (0.001, 0.02), (0.01, 0.2)
+TOGETHER_S = (0.1, 0.5)  # a save to shared storage by all ranks
 # Of a step, what ranks do by themselves, and wait for others: most ranks, and the slow ones.
 OWN_SHARES = (0.3, 0.7), (0.8, 0.2)
 _serial = itertools.count(1)
@@ -270,9 +271,13 @@ class SimGroup:
                 yield world.now + 0.05
                 if self.over:
                     return
-            for member in due:
-                if not self.refused:
+            if due and self.refused:
+                yield from self._save_together()
+            else:
+                for member in due:
                     self._save(member)
+            if self.over:
+                return
             while self._stays():
                 yield world.now + RETRY_S
                 if self.over:
@@ -313,9 +318,30 @@ class SimGroup:
 
     @property
     def refused(self) -> bool:
-        """Some node lacks the memory. All ranks then save to shared storage, which is not simulated."""
+        """Some node lacks the memory. All ranks then save to shared storage together."""
         keepers = (member.agent.keeper for member in self.members.values())
         return any(mine.refused for keeper in keepers for mine in keeper.machine.ranks)
+
+    def _save_together(self) -> Steps[None]:
+        self.phase = "saving"
+        first, disk = self.members[0].agent, self.cluster.disk
+        key, token = StateId(self.step, self.attempt), Token(self.step, self.history)
+        began = self.cluster.world.now
+        yield began + self.cluster.world.between(*TOGETHER_S)
+
+        def publish() -> None:
+            if not self.over:
+                disk.publish(key, token)
+
+        done = yield from self.cluster.storage.work(first.site.name, publish, writes=True)
+        if self.over:
+            return
+        for member in self.members.values():
+            member.follower.passed(self.step)
+        error = str(done) if isinstance(done, OSError) else ""
+        stall_s = self.cluster.world.now - began
+        first.rank_said(within.Saved(step=self.step, tier=SHARED, ok=not error, stall_s=stall_s, error=error))
+        self.phase = "training"
 
     def _save(self, member: SimMember) -> None:
         keeper, key = member.agent.keeper, StateId(self.step, self.attempt)
