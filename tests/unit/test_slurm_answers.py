@@ -148,6 +148,15 @@ def test_a_requeued_job_is_let_go_also_if_slurmctld_is_away_at_first(asked: Path
     ]
 
 
+def test_nobody_waits_for_a_requeued_job_that_was_cancelled(asked: Path) -> None:
+    """As a job of its own, which would take a node for minutes."""
+    once = f"[ $(grep -c ^squeue {asked}) -gt 2 ] && echo 'CANCELLED|None|7' || echo 'COMPLETING|None|7'"
+    program(asked, "squeue", once)
+    program(asked, "scontrol", "exit 0")
+    assert not lift("7", "1-1", "n3")
+    assert [line.partition(" ")[0] for line in lines(asked)] == ["squeue"] * 3
+
+
 ENDS = """
 import asyncio, threading
 from jurymast.processes import end_at_once

@@ -52,8 +52,8 @@ def size_changes(fields: dict[str, str], nodes: str, exclude: str) -> list[str]:
 def lift(job: str, nodes: str, exclude: str) -> bool:
     """Wait until `job` is pending, and let it start at once on `nodes` (MIN-MAX) without `exclude`.
 
-    Returns False if it was not pending within `LIMIT_S`. Raises ClusterUnavailableError, but not while
-    slurmctld is away: it may be so right after the requeue.
+    Returns False if it was cancelled meanwhile, or not pending within `LIMIT_S`. Raises
+    ClusterUnavailableError, but not while slurmctld is away: it may be so right after the requeue.
     """
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
@@ -68,6 +68,9 @@ def lift(job: str, nodes: str, exclude: str) -> bool:
                 ]:  # one by one: a site may forbid one of them
                     _update(job, change)
                 return True
+            # A requeue never shows this on its way (22.05, 24.11 and 26.05).
+            if found is not None and found[0] == "CANCELLED":
+                return False
         except ControllerAwayError as error:
             log.warning("%s", error)
         time.sleep(POLL_S)
