@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -438,12 +438,13 @@ class Cluster:
             self._share(path, "again", [LOGIN, *names])
         self._wait_nodes(names, control.usable, _REPAIR_DEADLINE_S, resume=True)
 
-    def _cancel(self, but: Set[str]) -> set[str]:
-        """Cancel all jobs but these; returns the others."""
-        jobs = {str(job.id) for job in self.squeue()} - but
-        if jobs:
-            self.login(["scancel", *sorted(jobs)], root=True, check=False)
-        return jobs
+    def _cancel_all(self) -> bool:
+        """Cancel all jobs that do not end yet: one that ends may have submitted another, or be requeued by
+        its own process although it was cancelled. Returns whether there were any at all."""
+        jobs = self.squeue()
+        if going := [str(job.id) for job in jobs if job.state != "COMPLETING"]:
+            self.login(["scancel", *going], root=True, check=False)
+        return bool(jobs)
 
     def repair_all(self) -> list[str]:
         """End all jobs, mend what is broken, and clean up; returns what ended jobs had left behind.
@@ -457,16 +458,13 @@ class Cluster:
             self.fault("heal", name)
         if not self._slurmctld_answers():
             self.restart_slurmctld()
-        jobs = self._cancel(set())
+        ending = self._cancel_all()
         self.repair(*self._inspector.broken())
-        if jobs:
-
-            def over() -> bool:
-                jobs.update(self._cancel(jobs))  # one that ends may submit another, for its requeue
-                return not self.squeue()
-
+        if ending:
             try:
-                wait_until(over, _REPAIR_DEADLINE_S, "the jobs to end", _SLURM_POLL_S)
+                wait_until(
+                    lambda: not self._cancel_all(), _REPAIR_DEADLINE_S, "the jobs to end", _SLURM_POLL_S
+                )
             except DeadlineError as error:
                 raise DeadlineError("\n".join([f"{error}; left are:", *self.leftovers()])) from error
         with contextlib.suppress(DeadlineError):

@@ -51,6 +51,22 @@ from support.planted_told import step_ends
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "a node that joined as its small job was ended was blamed for leaving": (
+        '{"seed":128201238,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"pool":2,"renews":true,'
+        '"spread":"twins","at_term":"leaves by signal","faults":['
+        '{"at":4.95,"kind":"power","node":3,"seconds":0.31},'
+        '{"at":15.76,"kind":"timeout","node":3,"other":4}]}'
+    ),
+    "a run of one node was told to be without replicas": (
+        '{"seed":128200764,"active":2,"spares":0,"ranks":1,"cadence_steps":null,"room":8,"tests":true,"least":1,'
+        '"at_term":"leaves by signal","faults":[{"at":3.2,"kind":"gpu lost","node":0,"other":1,'
+        '"when":"launching"}]}'
+    ),
+    "a run that is requeued before Slurm's limit was told to have held no nodes": (
+        '{"seed":128300124,"active":2,"spares":2,"ranks":2,"cadence_steps":5,"room":8,"pool":3,"renews":true,'
+        '"at_term":"loses","faults":[{"at":2.96,"kind":"rank","node":1,"other":2,"when":"stopping"},'
+        '{"at":9.66,"kind":"timeout","node":3,"other":1}]}'
+    ),
     "ranks that save to storage together waited for nobody's save": (
         '{"seed":128100484,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":1,"least":3,"pool":1,'
         '"spread":"apart","faults":[{"at":9.19,"kind":"drained","node":3,"other":1},'

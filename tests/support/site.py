@@ -159,3 +159,13 @@ class Site:
 
     def saved(self, tier: str) -> list[tuple[int, bool]]:
         return [(e.step, e.ok) for e in self.events if isinstance(e, ev.Saved) and e.tier == tier]
+
+
+def launch(*placement: str) -> Launch:
+    """The second attempt, on these nodes."""
+    return Launch(attempt=2, placement=placement, master_address="", master_port=0, reason="")
+
+
+def unreplicated(order: msg.Replicate, why: str) -> msg.Unreplicated:
+    """What a node says that has not done as `order` says."""
+    return msg.Unreplicated(step=order.step, attempt=order.attempt, rank=order.rank, part=order.part, why=why)

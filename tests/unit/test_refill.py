@@ -329,6 +329,20 @@ def test_an_agent_may_join_before_slurm_was_asked_where_it_is(asking: Asking) ->
     assert asking.story.state.refills[1].job == "10"
 
 
+def test_a_node_that_joins_as_its_small_job_is_ended_is_not_blamed_for_leaving(asking: Asking) -> None:
+    story = asking.story
+    asking.lose("n3")
+    asking.tick()
+    asking.took(asking.machine.on_node_asked(1, SmallJob(1, "10"), "", story.t))
+    story.feed(ev.RefillEnded(t=story.t, number=1, why="no node is lacking any more", unneeded=True))
+    asking.took(asking.machine.on_agent_joins(1, "n9", story.t))
+    story.join("n9")
+    asking.lose("n9")
+    node = story.state.nodes["n9"]
+    assert (node.role, node.faultless) == (Role.FAILED, True)
+    assert asking.machine.on_agent_joins(1, "n9", story.t) == [], "it is known"
+
+
 def test_slurm_s_silence_changes_nothing(asking: Asking) -> None:
     asking.lose("n3")
     asking.tick()

@@ -241,7 +241,7 @@ def _node_lost(state: RunState, event: ev.NodeLost) -> list[Instruction]:
     }  # fmt: skip
     node.unloadable = event.how == "environment"
     # What Slurm or somebody ends has not failed.
-    node.faultless = event.how == "taken" or state.end_order is not None
+    node.faultless = event.how == "taken" or node.returned or state.end_order is not None
     node.become(Role.FAILED, how.get(event.how, event.evidence or "its agent left"), event.t)
     node.lost_how = event.how
     if event.node not in state.places:

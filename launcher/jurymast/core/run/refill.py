@@ -31,13 +31,15 @@ def expected(state: RunState, event: ev.RefillExpected) -> None:
 
 
 def started(state: RunState, event: ev.RefillStarted) -> None:
+    """The agent of a small job that has just been ended may still join: that node goes at any time."""
     refill = state.refills.get(event.number)
-    if refill is None or refill.node:
-        return
-    refill.node, refill.starts_at = event.node, None
+    if refill is not None:
+        if refill.node:
+            return
+        refill.node, refill.starts_at = event.node, None
     if event.node not in state.nodes:
-        reason = "its small job has started"
-        node = Node(event.node, len(state.nodes), reason=reason, since=event.t)
+        reason = "its small job has " + ("ended" if refill is None else "started")
+        node = Node(event.node, len(state.nodes), reason=reason, since=event.t, returned=refill is None)
         state.nodes[event.node] = node
 
 

@@ -165,10 +165,10 @@ class Refilling:
         return out + self._started(told, now)
 
     def on_agent_joins(self, number: int, node: str, now: float) -> list[Effect]:
-        """The agent of small job `number` joins from `node`."""
+        """The agent of small job `number` joins from `node`. It may have been ended meanwhile."""
         known, out = self._state.refills.get(number), list[Effect]()
         if known is None and number > self._state.refills_asked:
             out.append(Record(ev.RefillAsked(t=now, number=number, found=True)))
-        elif known is None or known.node:
+        elif node in self._state.nodes if known is None else known.node:
             return out
         return [*out, Record(ev.RefillStarted(t=now, number=number, node=node))]

@@ -13,7 +13,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state.effects import Finish, Requeue, StopWorkers
 from jurymast.core.state.images import MEMORY, StateId, age
 from jurymast.core.state.incident import AHEAD, INFRASTRUCTURE
-from jurymast.core.state.run import LEAVE_S, Phase
+from jurymast.core.state.run import LEAVE_S, Phase, Role
 from jurymast.core.supervision.ahead import Reservation
 from jurymast.sim.cluster.account_rules import AccountRules, MissedRules
 from jurymast.sim.cluster.calm_rules import CalmRules
@@ -567,7 +567,7 @@ class Oracle:
     def _look_at_replicas(self, supervisor: SimSupervisor) -> None:
         """Check that all others together have some state, whichever node is lost, once all has been calm. A
         pair of nodes that could not reach each other is left alone for long. Ranks that stand still save
-        nothing."""
+        nothing, and a run of one node has nobody for its replicas."""
         now, state, newest = self.cluster.world.now, supervisor.state, self._newest
         up_at = state.up_at - supervisor.now + now
         backs = (back.at + BACK_LIMIT_S for back in self.cluster.disk.rollbacks)
@@ -576,6 +576,7 @@ class Oracle:
         room = self.cluster.wanted.room > 1 and not supervisor.machine.departure.begun
         calm = calm and not self.cluster.network.any_cut and all(map(supervisor.connected, state.placement))
         calm = calm and newest is not None and now < newest.beat_at + CALM_S
+        calm = calm and sum(node.role is not Role.FAILED for node in state.nodes.values()) > 1
         if not (calm and room and self._complete) or self._kept_twice():
             self._kept_at = now
         elif now > self._kept_at + KEPT_LIMIT_S:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jurymast.core.run import refill
 from jurymast.core.state.effects import Instruction, Requeue
 from jurymast.core.state.events import Event, RefillAsked
+from jurymast.core.state.incident import AHEAD
 from jurymast.core.state.run import Phase, Role
 from jurymast.core.supervision.refilling import SmallJob
 from jurymast.errors import SubmissionError
@@ -130,6 +131,8 @@ class RefillRules:
 
     def _requeued(self, supervisor: SimSupervisor) -> None:
         state = supervisor.state
+        if state.incidents[-1].cause in ("requeue_asked", AHEAD):
+            return  # nothing was lost
         decided_at = state.incidents[-1].decided_at or supervisor.now
         held_s = supervisor.now - decided_at
         if not state.may_refill or state.refill_failures or state.end_order or held_s >= HOLD_S:
