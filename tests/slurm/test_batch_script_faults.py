@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.runs import SCRIPTS, result
-from support.slurm_runs import jurymast, power_loss, submit_again, submit_script
+from support.slurm_runs import SlurmRun, jurymast, power_loss, submit_again, submit_script
 from support.waiting import wait_until
 from testcluster import Cluster
 
@@ -240,28 +240,61 @@ while not os.path.exists("go"):
     time.sleep(0.05)
 print("said: finished", flush=True)
 """
+TRAINING_A_NODE = """import os, sys, time, torch, torch.distributed as dist
+node, local = os.environ["SLURM_NODEID"], os.environ["SLURM_LOCALID"]
+place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29541", "RANK": local, "WORLD_SIZE": "2"}
+os.environ.update(place)
+dist.init_process_group("gloo")
+dist.barrier()
+if node == "0":
+    sys.exit(4)
+open(f"began-{local}", "x").close()
+on = torch.tensor([0])
+while not int(on):
+    on = torch.tensor([int(os.path.exists("on"))])
+    dist.all_reduce(on)
+    time.sleep(0.05)
+print("said: trained", node, flush=True)
+dist.destroy_process_group()
+"""
+OF_AN_MPI = """import importlib, os
+print("said: number", os.environ["PMI_RANK"], "of", os.environ["PMI_SIZE"], flush=True)
+"""
 SHARDS = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --partition=main
-srun python guessed.py
+#SBATCH --nodes=2 --ntasks-per-node=2 --output=out --partition=main
+srun -n2 --ntasks-per-node=1 python guessed.py
 echo "said: guessed $?"
-srun python shard.py
+srun -n2 --ntasks-per-node=1 python shard.py
 echo "said: shard $?"
+srun python training_a_node.py
+echo "said: trainings $?"
+srun --mpi=pmi2 python of_an_mpi.py | sort
 """
 
 
 def test_independent_tasks_finish_although_one_fails(cluster: Cluster, tmp_path: Path) -> None:
-    """Also those whose text looks like a training; they are not run again."""
+    """Also those whose text looks like a training, and nodes that have a training of their own each; they are
+    not run again. Those of an MPI are srun's."""
     work = cluster.shared / tmp_path.name
     cluster.login(["mkdir", str(work)])
     (work / "shard.py").write_text(SHARD)
     (work / "guessed.py").write_text("import torch.distributed\n" + SHARD)
+    (work / "training_a_node.py").write_text(TRAINING_A_NODE)
+    (work / "of_an_mpi.py").write_text(OF_AN_MPI)
     run = submit_script(cluster, work, SHARDS, "--spares=0")
     run.wait("the failure", lambda s: bool(s.findings.failures), LIMIT_S)
     (work / "go").touch()
     state = run.wait_end(LIMIT_S)
     assert (state.attempt, state.exit_code, state.incidents[0].rank) == (1, 3, 0), run.story()
+    root = run.directory.root.with_name(f"{run.directory.root.name}-2")
+    wait_until("the next run", (root / "plan.json").exists, limit_s=LIMIT_S)
+    second = SlurmRun(cluster, root, run.job)
+    second.wait("its failures", lambda s: len(s.findings.failures) == 2 or bool(s.incidents), LIMIT_S)
+    (work / "on").touch()
     cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
     printed = (work / "out").read_text()
     said = [line for line in printed.splitlines() if line.startswith("said")]
-    assert said == ["said: finished", "said: guessed 3", "said: finished", "said: shard 3"], printed
+    ends = ["said: finished", "said: guessed 3", "said: finished", "said: shard 3"]
+    ends += ["said: trained 1", "said: trained 1", "said: trainings 4"]
+    assert said == [*ends, *(f"said: number {number} of 4" for number in range(4))], printed
     assert "python shard.py: taken for 2 independent tasks" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from random import Random
@@ -16,6 +17,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Finish, Instruction, Launch, StopWorkers
 from jurymast.core.state.run import Phase, Role
+from jurymast.script import evidence, srun
 from jurymast.script.evidence import shows
 from support.stories import Story
 from support.successor import Successor
@@ -54,6 +56,42 @@ def test_what_the_text_of_tasks_shows(
     assert found.foreign is training.startswith("jax")
 
 
+@pytest.mark.parametrize(
+    ("options", "text", "told"),
+    [
+        ("--mpi=pmix", "import solver\n", "`--mpi=pmix` asks for an MPI, and nothing in it shows a training"),
+        ("--mpi=none", "import solver\n", ""),
+        ("", "import solver\n", ""),
+        ("--mpi=pmix", "import solver\nimport torch.distributed\n", ""),
+        ("--mpi=pmix", "import json\n", ""),  # nothing hides anything: independent
+        ("--mpi=pmi2", "import torch.distributed\nfrom lib.part import work\n", "mpi4py in it shows"),
+        ("", "from lib.part import work\n", ""),  # each is alone under srun, too
+    ],
+)
+def test_tasks_of_an_mpi_are_srun_s(
+    options: str, text: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only srun can tell them of each other. Ours starts one task a node, and one on each spare one."""
+    monkeypatch.setattr(evidence, "mpi_default", lambda: "none")
+    texts = {**PARTS, "lib/more.py": "from mpi4py import MPI\n", "job.py": text}
+    step = srun.parse([*options.split(), "python", "job.py"])
+    assert step is not None
+    _, why = evidence.of_step(step, lambda name: texts.get(name.removeprefix("./"), ""), {})
+    assert why.startswith(told)
+    assert bool(why) is bool(told)
+
+
+def test_the_site_may_have_srun_start_all_tasks_for_an_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "mpi_default", lambda: "pmix")
+    step = srun.parse(["python", "job.py"])
+    assert step is not None
+    texts = {"job.py": "import petsc4py\nimport solver\n"}
+    _, why = evidence.of_step(step, lambda name: texts.get(name, ""), {})
+    assert why == "petsc4py in it shows processes of an MPI (`--mpi=pmix`)"
+    assert evidence.of_step(step, lambda name: "import solver\n", {})[1] == "", "most trainings have none"
+    assert evidence.of_step(step, lambda name: texts.get(name, ""), {"SLURM_MPI_TYPE": "none"})[1] == ""
+
+
 def test_a_script_that_is_not_found_shows_nothing() -> None:
     assert not shows(["python", "shard.py"], lambda name: "", {}).independent
 
@@ -80,11 +118,22 @@ except Exception:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("size", "told"), [("1", ""), ("2", "GroupMade\nnobody came\n")])
-def test_a_group_of_several_is_told_before_it_waits(size: str, told: str) -> None:
-    """A group of one is no sign of a training: each task for itself may make one."""
+@pytest.mark.parametrize(
+    ("size", "tasks", "told"),
+    [
+        ("1", "", ""),
+        ("2", "", "GroupMade\nnobody came\n"),
+        ("2", "4", "nobody came\n"),
+        ("4", "4", "GroupMade\nnobody came\n"),
+        ("16", "4", "GroupMade\nnobody came\n"),  # each task starts several ranks
+    ],
+)
+def test_a_group_of_several_is_told_before_it_waits(size: str, tasks: str, told: str) -> None:
+    """A group of one is no sign of a training: each task for itself may make one. Neither is one of fewer
+    than all tasks: each node may have a training of its own."""
     command = [sys.executable, "-c", GROUP, size]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    variables = {**os.environ, "JURYMAST_WORLD_SIZE": tasks}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=variables)
     assert done.stdout == told
 
 

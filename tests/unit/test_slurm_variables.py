@@ -116,6 +116,16 @@ def test_ranks_that_slurm_would_start_have_its_numbers() -> None:
     assert (tasks["SLURM_NTASKS"], tasks["SLURM_TASKS_PER_NODE"]) == ("8", "4(x2)")
     assert tasks["SLURM_GTIDS"] == "4,5,6,7"
     assert "SLURM_NTASKS_PER_NODE" not in tasks, "no option says it"
+    assert "PMI_RANK" not in tasks
+
+
+def test_ranks_have_the_numbers_that_an_mpi_would_give_them() -> None:
+    """Accelerate, among others, reads them. Our own step has one task a node, spare ones included."""
+    step = {**STEP, "PMI_RANK": "2", "PMI_SIZE": "3", "PMIX_RANK": "2"}
+    task = task_variables(RANK, step, "n[1,3]", each_rank=True)
+    assert [task[name] for name in ("PMI_RANK", "PMIX_RANK", "PMI_SIZE")] == ["5", "5", "8"]
+    of_a_torchrun = task_variables(RANK, step, "n[1,3]", each_rank=False)
+    assert [of_a_torchrun[name] for name in ("PMI_RANK", "PMIX_RANK", "PMI_SIZE")] == ["1", "1", "2"]
 
 
 def test_lists_of_unequal_nodes_keep_the_first_entries() -> None:

@@ -265,6 +265,12 @@ def binding_of(config: str) -> Binding:
     )
 
 
+def mpi_default() -> str:
+    """For which MPI srun starts tasks if nobody says it (MpiDefault); "" if Slurm does not say."""
+    found = re.search(r"^MpiDefault\s*= (\S+)$", _config(), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def signals_tasks_alone() -> bool:
     """Whether a signal for a step reaches only its tasks, and not what these have started, as with most
     ProctrackTypes; True if Slurm does not say."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jurymast.cluster.control import mpi_default
+from jurymast.cluster.sbatch import CommandLine
 from jurymast.script import recognise
 
 # Whatever makes a process group of torch's, or has another library make one.
@@ -25,6 +27,11 @@ GROUPS = re.compile(
 )
 # Trainings of many processes without torch: nothing tells us when these form their group.
 OTHERS = re.compile(r"\bjax\.distributed\b|\b(tf|tensorflow)\.distribute\b|\bSlurmClusterResolver\b")
+# Libraries whose processes find each other through the MPI for which srun starts them.
+MPIS = re.compile(
+    r"^\s*(?:import|from)\s+(mpi4py|mpi4jax|petsc4py|slepc4py|dolfinx?|firedrake|horovod)\b|\s-m\s+(mpi4py)\b",
+    re.MULTILINE,
+)
 # What is loaded or started by a name that only the running program knows.
 HIDES = re.compile(
     r"\bimportlib\b|\b__import__\b|\brunpy\b|\bsubprocess\b|\bexec\(|\bos\.(exec|system|spawn)"
@@ -38,34 +45,58 @@ HARMLESS = frozenset({
     "yaml", "zarr",
 })  # fmt: skip
 FILES_MAX = 200
+# The variable from which srun reads --mpi, and the value for tasks of no MPI.
+MPI_VARIABLE, NO_MPI = "SLURM_MPI_TYPE", "none"
 
 
 @dataclass(frozen=True)
 class Shown:
     """`training`: a word of the text that shows one, "" if there is none. `foreign`: it is one of another
-    library than torch. `whole`: nothing that could show one was left unread."""
+    library than torch. `whole`: nothing that could show one was left unread. `mpi`: a word that shows
+    processes of an MPI."""
 
     training: str = ""
     foreign: bool = False
     whole: bool = True
+    mpi: str = ""
 
     @property
     def independent(self) -> bool:
         return self.whole and not self.training
 
 
-def shows(command: Sequence[str], read: Callable[[str], str], variables: Mapping[str, str]) -> Shown:
+def shows(
+    command: Sequence[str],
+    read: Callable[[str], str],
+    variables: Mapping[str, str],
+    *,
+    for_mpi: bool = False,
+) -> Shown:
     """Return what the Python scripts of a task's command show. `read` returns the text of a file, "" for any
-    other word; `variables`: of the step."""
+    other word; `variables`: of the step. `for_mpi`: srun would start them for an MPI; otherwise no program
+    is one of an MPI's."""
     path = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
     texts = recognise.texts(command, read, variables)
-    if found := next((match for text in texts if (match := GROUPS.search(text))), None):
-        return Shown(found[0])
     named = [program for text in texts for program in _programs(text)]
-    reading = _Reading(read, ["", *path])
+    reading = _Reading(read, ["", *path], for_mpi=for_mpi)
+    for text in texts:
+        reading.look(text, GROUPS)
     for program in named:
         reading.open(program)
     return reading.shown(whole=bool(named))
+
+
+def of_step(srun: CommandLine, read: Callable[[str], str], variables: Mapping[str, str]) -> tuple[Shown, str]:
+    """What the text of a step's tasks shows, and why only srun can start them: they belong to an MPI, as the
+    text shows, or as the user says where it shows no training; "" if they do not."""
+    asked = srun.last("mpi") or variables.get(MPI_VARIABLE)
+    mpi = asked or mpi_default() or NO_MPI
+    shown = shows(srun.command, read, variables, for_mpi=mpi != NO_MPI)
+    if shown.mpi:
+        return shown, f"{shown.mpi} in it shows processes of an MPI (`--mpi={mpi}`)"
+    if asked and mpi != NO_MPI and not (shown.training or shown.independent):
+        return shown, f"`--mpi={mpi}` asks for an MPI, and nothing in it shows a training"
+    return shown, ""
 
 
 def _programs(text: str) -> Iterator[str]:
@@ -80,16 +111,31 @@ def _programs(text: str) -> Iterator[str]:
 class _Reading:
     """Reads scripts and what they import, until one shows a training."""
 
-    def __init__(self, read: Callable[[str], str], path: Sequence[str]) -> None:
-        self._read, self._path = read, path
+    def __init__(self, read: Callable[[str], str], path: Sequence[str], *, for_mpi: bool) -> None:
+        self._read, self._path, self._for_mpi = read, path, for_mpi
         self._known: set[str] = set()
-        self._training, self._foreign, self._whole = "", False, True
+        self._training, self._foreign, self._whole, self._mpi = "", False, True, ""
 
     def shown(self, *, whole: bool) -> Shown:
-        return Shown(self._training, self._foreign, whole and self._whole)
+        return Shown(self._training, self._foreign, whole and self._whole, self._mpi)
+
+    @property
+    def _over(self) -> bool:
+        """Whether no further text could show more."""
+        return bool(self._mpi if self._for_mpi else self._training)
+
+    def look(self, text: str, *words: re.Pattern[str]) -> None:
+        """Note what these words in a text show of a training, and others of an MPI."""
+        found = next(filter(None, (one.search(text) for one in words)), None)
+        if found and not self._training:
+            self._training, self._foreign = found[0], OTHERS in words and OTHERS.search(text) is not None
+        if self._for_mpi and not self._mpi and (mpi := MPIS.search(text)):
+            self._mpi = mpi[1] or mpi[2]
 
     def open(self, program: str) -> None:
         roots = [*self._path, str(Path(program).parent)]
+        if self._over:
+            return
         if not program.startswith("-m "):
             self._text(program, roots)
         elif not self._module(program.removeprefix("-m "), roots, ("/__main__.py", ".py")):
@@ -112,8 +158,8 @@ class _Reading:
             self._whole &= not there
             return os.path.exists(file)
         self._known.add(file)
-        if found := GROUPS.search(text) or OTHERS.search(text):
-            self._training, self._foreign = found[0], OTHERS.search(text) is not None
+        self.look(text, GROUPS, OTHERS)
+        if self._over:
             return True
         self._whole &= HIDES.search(text) is None
         try:
@@ -127,7 +173,7 @@ class _Reading:
 
     def _import(self, name: str, others: Sequence[str], roots: Sequence[str]) -> None:
         top = name.partition(".")[0]
-        if self._training or top in sys.stdlib_module_names or top in HARMLESS:
+        if self._over or top in sys.stdlib_module_names or top in HARMLESS:
             return
         within = [self._module(f"{name}.{other}", roots) for other in others]
         if not (self._module(name, roots) or any(within)):

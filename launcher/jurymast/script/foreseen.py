@@ -252,7 +252,9 @@ def _step(words: list[str], variables: Mapping[str, str], active: int, train: st
             train == "yes",
             f"each task {'is a rank' if train == 'yes' else 'is for itself'}, by `train: {train}`",
         )
-    shown = evidence.shows(step.command, read, variables)
+    shown, why = evidence.of_step(step, read, variables)
+    if why:
+        return False, f"{why}: MPI starts the ranks (`#JURYMAST train: yes` makes them one training)"
     if shown.independent:
         return False, "independent tasks, as nothing in it makes a process group (`#JURYMAST train: yes`)"
     if shown.training:

@@ -152,16 +152,17 @@ def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
     says which they are, their text is read; where that does not show it, what they do decides."""
     from jurymast.script import evidence
 
-    said = step.train
+    said, shown, why = step.train, evidence.Shown(), ""
     if said == "no":
         return None
-    shown = (
-        evidence.Shown() if said else evidence.shows(srun.command, recognise.read_shell_script, os.environ)
-    )
-    if not said and shown.independent:
+    if not said:
+        shown, why = evidence.of_step(srun, recognise.read_shell_script, os.environ)
+    if why or (not said and shown.independent):
+        why = why or (
+            f"taken for {tasks * step.active} independent tasks, as nothing in it makes a process group"
+        )
         say(
-            f"{' '.join(srun.command[:2])}: taken for {tasks * step.active} independent tasks, as nothing in "
-            "it makes a process group; srun runs them, without failure handling "
+            f"{' '.join(srun.command[:2])}: {why}; srun runs them, without failure handling "
             "(`#JURYMAST train: yes` makes them one training)"
         )
         return None

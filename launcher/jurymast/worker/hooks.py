@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 )
 
 from jurymast.core.state import within
-from jurymast.worker.link import Link
+from jurymast.worker.link import WORLD_SIZE_VARIABLE, Link
 
 
 class StepParts:
@@ -95,7 +95,7 @@ _TIME_OUTS = {"init_process_group": 2, "new_group": 1, "_set_pg_timeout": 0}
 
 
 def watch_groups(link: Link) -> None:
-    """Report that the script makes a process group of several ranks, before it waits for the others, and long
+    """Report that the script makes a process group of all ranks, before it waits for the others, and long
     time-outs of groups."""
     for name in ("", ".distributed_c10d", ".device_mesh"):
         module: Any = sys.modules.get(f"torch.distributed{name}")
@@ -112,12 +112,18 @@ def _telling(function: Callable[..., Any], place: int, link: Link) -> Callable[.
         time_out = args[place] if len(args) > place else kwargs.get("timeout")
         if isinstance(time_out, timedelta) and time_out.total_seconds() > within.TORCH_LIMIT_S:
             link.emit(within.TimeOutSet(seconds=time_out.total_seconds()))
-        size = args[3] if len(args) > 3 else kwargs.get("world_size", -1)
-        if makes and (os.environ.get("WORLD_SIZE") if size == -1 else str(size)) != "1":
+        if makes and _has_all(args[3] if len(args) > 3 else kwargs.get("world_size", -1)):
             link.emit(within.GroupMade())
         return function(*args, **kwargs)
 
     return told
+
+
+def _has_all(size: int) -> bool:
+    """Whether a group of this size (-1: the environment says) has all tasks of the step, and several. One of
+    fewer is a training of these alone, on each node say, and no sign of one of all."""
+    said = os.environ.get("WORLD_SIZE", "") if size == -1 else str(size)
+    return not said.isdigit() or int(said) >= max(2, int(os.environ.get(WORLD_SIZE_VARIABLE) or 2))
 
 
 # A scaler of gradients, or the script itself, may skip a step whose loss is nan, but not many in a row.

@@ -22,6 +22,8 @@ KINDS = {
     "SLURM_GPUS": TOTAL, "SLURM_JOB_CPUS_PER_NODE": EACH,
     "SLURM_TASKS_PER_NODE": TASKS_EACH, "SLURM_STEP_TASKS_PER_NODE": TASKS_EACH,
 }  # fmt: skip
+# The number of a task, and how many there are, as PMI and PMIx tell it where srun starts tasks for an MPI.
+NUMBERS_OF_MPI, TASKS_OF_MPI = ("PMI_RANK", "PMIX_RANK"), ("PMI_SIZE",)
 OF_A_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_0$")
 # How srun was told to bind tasks; ours binds none.
 BINDING = re.compile(r"SLURM_(CPU|MEM|GPU|TRES)_BIND(_|$)")
@@ -89,7 +91,10 @@ def of_a_task(
     names = [*(name for name in variables if kind_of(name)), *KINDS]
     told = {name: values[kind] for name in names if (kind := KINDS[OF_A_COMPONENT.sub("", name)]) in values}
     first = node * each
+    of_mpi = {name: str(first + local) for name in NUMBERS_OF_MPI if name in variables}
+    of_mpi |= {name: values[TASKS] for name in TASKS_OF_MPI if name in variables}
     return {
+        **of_mpi,
         **{name: _first(value, nodes) for name, value in variables.items() if kind_of(name) == EACH},
         **told,
         "SLURM_PROCID": str(first + local),
