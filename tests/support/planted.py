@@ -46,6 +46,7 @@ from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import RunDisk
 from jurymast.supervisor.supervisor import Hold
 from support.planted_ahead import PLANTED_AHEAD
+from support.planted_incidents import PLANTED_INCIDENTS
 from support.planted_pool import PLANTED_POOL
 from support.planted_refill import PLANTED_REFILL
 from support.planted_size import PLANTED_SIZE
@@ -685,6 +686,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         [(Known, "on_time", _all_is_known)],
     ),
     **PLANTED_AHEAD,
+    **PLANTED_INCIDENTS,
     **PLANTED_POOL,
     **PLANTED_REFILL,
     **PLANTED_SIZE,

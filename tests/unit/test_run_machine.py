@@ -86,6 +86,17 @@ def test_a_lost_node_is_swapped_for_the_spare() -> None:
     assert story.state.public_state == "running"
 
 
+def test_what_ranks_restored_before_they_failed_is_not_told_of_that_incident() -> None:
+    story = Story().allocated().ranks_up()
+    story.failed(1, exit_code=-9)
+    story.restored(0)  # told late, to a supervisor that has taken over
+    assert (story.incident.step_restored, story.incident.restored_at) == (None, None)
+    assert story.incident.seconds()["restore"] == 0.0
+    story.stopped()
+    story.ranks_up().restored(0)
+    assert story.incident.step_restored == 0
+
+
 def test_a_killed_worker_restarts_in_place() -> None:
     story = Story().running()
     assert kinds(story.failed(1, exit_code=-9)) == ["StopWorkers"]

@@ -82,7 +82,7 @@ def restored(state: RunState, event: ev.Restored) -> list[Instruction]:
         tier.step = max(tier.step or 0, event.step)
     plan, alert = state.restore, _alert_on_older(state, event)
     incident = state.incident
-    if incident is None:
+    if incident is None or incident.launched_at is None:  # else it ended these ranks
         return alert
     incident.restored_at, incident.restore_s, incident.step_restored = event.t, event.seconds, event.step
     if event.tier == LIVE and plan is not None and event.step > plan.step:

@@ -19,7 +19,9 @@ UP_AGAIN = "18: ranks are up soon where there are nodes for them"
 LITTLE_LOST = "19: ranks that train save as often as they are to"
 ON_STORAGE = "20: what ranks save gets to storage as often as it is to"
 
-STEPS_S, UP_S = 12.0, 8.0
+STEPS_S, UP_S, MISSED_S = 12.0, 8.0, 7.0
+# Until ranks that hang are stopped, and others do steps.
+HANG_S = 20.0
 # At the beginning, and after a fault, it takes this long until ranks save as before.
 BEGINS_S, SETTLED_S = 9.0, 12.0
 # Beyond what ranks agree on at most, as if somebody asks for a save; and until one to storage begins.
@@ -90,7 +92,7 @@ class CalmRules:
         self._losses += "node_lost" in CAUSES.get(fault.kind, ())
         self._struck.add(nodes[0])
         self._nodes.update(nodes)
-        lasts_s = fault.seconds if fault.kind != SLOW else 0.0
+        lasts_s = 0.0 if fault.kind in (SLOW, "hang", "stopped") else fault.seconds
         self.over_at = max(self.over_at, self._cluster.world.now + lasts_s)
 
     def may_show_on(self, node: str) -> bool:
@@ -103,9 +105,11 @@ class CalmRules:
             return
         self._look_at_incidents(supervisor)
         now, oracle, state = self._cluster.world.now, self._oracle, supervisor.state
-        over_at = max(self.over_at, since, oracle.storage_touched, *oracle.touched.values(), 0.0)
+        over_at = max(self.over_at, since, oracle.storage_touched, oracle.touched_until)
         calm = now > over_at and not supervisor.machine.departure.begun and not self._cluster.network.any_cut
         up = state.phase is Phase.RUNNING and all(map(supervisor.connected, state.placement))
+        newest = oracle.newest
+        up = up and newest is not None and (not newest.over or newest.caught != "" or newest.has_ended)
         if not calm or up:
             self._up_at = now
         if not calm or not up or not oracle.trains:
@@ -120,7 +124,9 @@ class CalmRules:
         tests_s, active = self._cluster.plan.settings.preflight_s or 0.0, self._cluster.plan.active
         # Another number of ranks reads what is written first.
         write_s = self._cluster.wanted.copy_s if self._cluster.wanted.least else 0.0
-        if down_s > UP_S + tests_s + write_s and len(fit) >= active and not state.ended:
+        # A node that stays away may be missed first when others have stopped their ranks.
+        missed_s = MISSED_S if oracle.misses_nodes else 0.0
+        if down_s > UP_S + tests_s + write_s + missed_s and len(fit) >= active and not state.ended:
             oracle.fail(UP_AGAIN, f"{state.phase.value} for {down_s:.1f} s")
 
     def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
@@ -145,7 +151,8 @@ class CalmRules:
 
     def _look_at_steps(self, calm_s: float) -> None:
         still_s = min(calm_s, self._cluster.world.now - self._oracle.step_at)
-        if still_s > STEPS_S and not self._kinds & {"hang", "stopped", "breaks"}:
+        hang = bool(self._kinds & {"hang", "stopped", "breaks"})
+        if still_s > (HANG_S if hang else STEPS_S):
             self._oracle.fail(STEPS, f"they have done none for {still_s:.1f} s")
 
     def _look_at_saves(self, supervisor: SimSupervisor, calm_s: float) -> None:

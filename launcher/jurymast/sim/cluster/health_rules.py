@@ -162,5 +162,5 @@ class HealthRules:
     def _calm(self, supervisor: SimSupervisor, since: float) -> bool:
         """Whether nothing else has happened since then."""
         oracle = self._oracle
-        touched = max([oracle.storage_touched, oracle.calm.over_at, *oracle.touched.values()])
+        touched = max(oracle.storage_touched, oracle.calm.over_at, oracle.touched_until)
         return touched <= since and supervisor.state.up_at - supervisor.now + self._cluster.world.now < since

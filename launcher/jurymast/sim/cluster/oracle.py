@@ -18,6 +18,7 @@ from jurymast.core.supervision.ahead import Reservation
 from jurymast.sim.cluster.account_rules import AccountRules, MissedRules
 from jurymast.sim.cluster.calm_rules import CalmRules
 from jurymast.sim.cluster.health_rules import BLAME_S, NO_BLAME, HealthRules
+from jurymast.sim.cluster.incident_rules import IncidentRules
 from jurymast.sim.cluster.keeper import SimImage, SimKeeper, whole
 from jurymast.sim.cluster.members import PoolRules
 from jurymast.sim.cluster.refill import RefillRules
@@ -54,6 +55,7 @@ MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left
 
 # A fault this long ago no longer affects a node.
 STEADY_S = 12.0
+FOR_EVER_S = 1e9
 # The supervisor knows it by then, if nothing is wrong.
 TOLD_S = 2.0
 # An agent that can read the run directory has found out by then that its ranks were replaced, and ended them.
@@ -84,6 +86,7 @@ class Oracle:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.touched: dict[str, float] = {}  # node, or pair of nodes: until when
+        self._gone_at = -1e9  # the last node that stays away
         self.storage_touched = -1e9
         self.unwritable_until = -1e9  # on some node
         self.cut_at = -1e9  # a write, because a node was lost in it
@@ -111,6 +114,7 @@ class Oracle:
         self.refill, self.withdrawals = RefillRules(self), WithdrawalRules(self)
         self.sparing, self.size, self.pool = SparingRules(self), SizeRules(self), PoolRules(self)
         self.missed, self.told = MissedRules(self), ToldRules(self)
+        self.incidents = IncidentRules(self)
         self.codes: set[int] = set()  # that ranks have failed with
         self.steps = 0
 
@@ -124,7 +128,19 @@ class Oracle:
     # ---- faults
 
     def touch(self, name: str, until: float) -> None:
+        if until >= FOR_EVER_S:
+            self._gone_at = self.cluster.world.now
         self.touched[name] = max(until, self.touched.get(name, -1e9))
+
+    @property
+    def touched_until(self) -> float:
+        """Until when faults affect some node. One that stays away is missed from then on, and no more."""
+        return max(self._gone_at, *(until for until in self.touched.values() if until < FOR_EVER_S), 0.0)
+
+    @property
+    def misses_nodes(self) -> bool:
+        """Whether some node stays away."""
+        return self._gone_at > 0.0
 
     def pair(self, one: str, other: str) -> str:
         return "|".join(sorted((one, other)))
@@ -193,6 +209,7 @@ class Oracle:
         self.refill.recorded(supervisor, event, entry.decided)
         self.size.recorded(supervisor, event, entry.decided, self._supervises_since)
         self.told.recorded(supervisor, event)
+        self.incidents.recorded(supervisor, event, entry.decided)
         for decided in entry.decided:
             if isinstance(decided, Requeue | Finish):
                 self._gives_up(supervisor, decided)
@@ -220,7 +237,7 @@ class Oracle:
         """Ranks are stopped because one has failed. A SIGTERM may have been for its node alone, so agents
         do not tell of one."""
         group, now = self._leave.get(attempt), self.cluster.world.now
-        if group is None or not group.told or max(self.touched.values(), default=-1e9) > now - BLAME_S:
+        if group is None or not group.told or self.touched_until > now - BLAME_S:
             return
         saving = [
             one.agent.site.name for one in group.members.values() if not one.gone and one.saves_until > now
@@ -299,7 +316,7 @@ class Oracle:
 
     def cuts_write(self) -> None:
         """A supervisor gives up a write, which begins again. Only the loss of a node is a reason."""
-        if max(self.touched.values(), default=-1e9) > self.cluster.world.now - AGAIN_S:
+        if self.touched_until > self.cluster.world.now - AGAIN_S:
             self.cut_at = self.cluster.world.now
 
     def sends_home(self, supervisor: SimSupervisor) -> None:
@@ -364,7 +381,7 @@ class Oracle:
     def step_ends(self) -> None:
         """Slurm ends the step of all agents, and not the job."""
         now, supervisor = self.cluster.world.now, self.supervisor
-        steady = max(self.touched.values(), default=-1e9) < now - STEADY_S and self.storage_fine(STEADY_S)
+        steady = self.touched_until < now - STEADY_S and self.storage_fine(STEADY_S)
         calm = steady and self.calm.over_at == now and not self._ending
         if calm and supervisor is not None and supervisor.listens and supervisor.state.incident is None:
             self._step_ended_at = now
@@ -474,6 +491,16 @@ class Oracle:
         return max(agent.process.until, *(faults.get((kind, agent.site.name), 0.0) for kind in kinds))
 
     @property
+    def newest(self) -> SimGroup | None:
+        """The ranks of the newest attempt that met."""
+        return self._newest
+
+    @property
+    def best_step(self) -> int:
+        """The newest step that ranks of any attempt have done."""
+        return self._best_step
+
+    @property
     def trains(self) -> bool:
         """Whether ranks are up that save to memory, and do not leave after a signal."""
         newest = self._newest
@@ -542,6 +569,7 @@ class Oracle:
             self._compare(supervisor)
             self._look_at_replicas(supervisor)
             self.calm.look(supervisor, self._supervises_since)
+            self.incidents.look(supervisor, self._supervises_since)
             self.health.look(supervisor)
             self.refill.look(supervisor, self._supervises_since)
             self.size.look(supervisor, self._supervises_since)
@@ -571,7 +599,7 @@ class Oracle:
         now, state, newest = self.cluster.world.now, supervisor.state, self._newest
         up_at = state.up_at - supervisor.now + now
         backs = (back.at + BACK_LIMIT_S for back in self.cluster.disk.rollbacks)
-        calm_since = max([self._supervises_since, up_at, *self.touched.values(), *backs])
+        calm_since = max([self._supervises_since, up_at, self.touched_until, *backs])
         calm = state.phase is Phase.RUNNING and state.incident is None and now > calm_since + CALM_S
         room = self.cluster.wanted.room > 1 and not supervisor.machine.departure.begun
         calm = calm and not self.cluster.network.any_cut and all(map(supervisor.connected, state.placement))

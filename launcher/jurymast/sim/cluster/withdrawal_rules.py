@@ -81,7 +81,7 @@ class WithdrawalRules:
         """A reservation begins that Slurm has shown for `known_s`. `since`: when this supervisor began."""
         oracle, now = self._oracle, self._oracle.cluster.world.now
         stays = [name for name in supervisor.state.placement if name in one.nodes]
-        calm_s = now - max(since, self._steady_since or now, *oracle.touched.values(), 0.0)
+        calm_s = now - max(since, self._steady_since or now, oracle.touched_until)
         if not stays or min(known_s, calm_s) < SEEN_S or not (oracle.trains and oracle.storage_fine(SEEN_S)):
             return
         _, unwritten_s = oracle.unsaved_s()
