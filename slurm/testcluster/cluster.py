@@ -38,7 +38,7 @@ from testcluster.settings import (
     Options,
     netns_prefix,
 )
-from testcluster.visibility import default_python
+from testcluster.visibility import compile_for_all, default_python
 
 _HERE = Path(__file__).resolve().parent
 _UP_DEADLINE_S = 180.0
@@ -111,6 +111,7 @@ class Cluster:
         with state.host_lock():
             software.ensure_packages(slurm, accounting=accounting)
             base = software.ensure_base(slurm)
+            compile_for_all(Path(options.python))
             cluster = cls(resolved(directory))
             cluster._prepare_directory()
             cluster._lock.take()

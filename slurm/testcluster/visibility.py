@@ -40,6 +40,13 @@ def needed_for(python: Path) -> list[Path]:
     return outermost(outside - {Path("/usr")})
 
 
+def compile_for_all(python: Path, package: Path = _REPOSITORY / "launcher") -> None:
+    """Have the package's modules compiled, as an installed one's are: jobs of a user who cannot write there
+    would compile all of them at each start."""
+    work = "import compileall, os, sys; os.umask(0o022); compileall.compile_dir(sys.argv[1], quiet=2)"
+    run([str(python), "-I", "-c", work, str(package)], timeout_s=120.0)
+
+
 def outermost(paths: Iterable[Path]) -> list[Path]:
     """The paths without those that lie in another of them."""
     kept: list[Path] = []

@@ -4,6 +4,7 @@ jobs that bring them, and what they cost."""
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -395,7 +396,7 @@ def test_a_small_job_has_the_run_s_options_for_one_node() -> None:
     told = " ".join(words[:-1])
     for other in ("array", "dependency", "nodelist", "wait", "10:00:00", "long", "NONE", " -J", " -t"):
         assert other not in told
-    assert "jurymast.cluster.refill /runs/r 4 17.2" in words[-1]
+    assert "jurymast.agent /runs/r --refill 4 --allocation 17.2 --end-as refill" in words[-1]
 
 
 def test_an_agent_of_a_small_job_outlives_a_rank_that_takes_all_memory(config: list[str]) -> None:
@@ -456,23 +457,17 @@ def test_an_sbatch_that_does_not_answer_is_not_waited_for(
 def test_a_small_job_that_starts_after_the_run_s_end_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when Slurm did not answer at the end: its agent would wait half an hour for a supervisor."""
+    """As when Slurm did not answer at the end: its agent would wait half an hour for a supervisor. One that
+    starts before has the variables of the run's job."""
     story = Story(settings=ON)
     directory = story.write(tmp_path / "run")
     ALLOCATION.save(directory)
-    small_jobs.keep_variables(directory, story.plan, {})
-    started: list[str] = []
-
-    def start(command: str, *_: object) -> None:
-        started.append(command)
-        raise SystemExit
-
-    monkeypatch.setattr("os.execve", start)
-    with pytest.raises(SystemExit):
-        small_jobs.main(str(directory.root), "1", ALLOCATION.key)
+    small_jobs.keep_variables(directory, story.plan, {"SLURM_JOB_ID": "17"})
+    monkeypatch.setattr("os.environ", {"SLURM_JOB_ID": "41", "SLURM_CONF": "/etc/s"})
+    assert small_jobs.become(directory, 1, ALLOCATION.key) is None
+    assert (os.environ["SLURM_JOB_ID"], os.environ["SLURM_CONF"]) == ("17", "/etc/s")
     write_json(directory.outcome_file, {"state": "succeeded", "exit_code": 0})
-    assert small_jobs.main(str(directory.root), "1", ALLOCATION.key) == 0
-    assert len(started) == 1
+    assert small_jobs.become(directory, 1, ALLOCATION.key) == 0
 
 
 def test_ranks_of_a_small_job_see_the_run_s_job_and_their_own_devices() -> None:

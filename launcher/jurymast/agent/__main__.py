@@ -1,4 +1,4 @@
-"""`python -m jurymast.agent RUN_DIRECTORY [--node NAME]`: started by srun, once per node."""
+"""`python -m jurymast.agent RUN_DIRECTORY [--node NAME]`: started once per node, by srun or a small job."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 
 from jurymast.agent import guard
 from jurymast.agent.real_io import serve
+from jurymast.cluster.refill import become
 from jurymast.errors import JurymastError
 from jurymast.processes import end_at_once, log_as
 from jurymast.rundir import RunDirectory
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--refill", type=int, default=0, help="number of the small job that brings this node to the run"
     )
+    parser.add_argument("--allocation", default="", help="key of the allocation for which that was submitted")
     parser.add_argument(
         "--supervisor", default="", help="HOST:PORT of a supervisor to try until the run directory names one"
     )
@@ -37,18 +39,29 @@ def main() -> int:
     host, _, port = arguments.supervisor.rpartition(":")
     directory = RunDirectory(arguments.run_directory)
     hint = (host, int(port)) if host and port.isdigit() else None
+    if arguments.refill:
+        try:
+            nothing = become(directory, arguments.refill, arguments.allocation)
+        except JurymastError as error:
+            return _failed(error)
+        if nothing is not None:
+            return nothing
 
     def agent(oom_kills: int) -> int:
         try:
             work = serve(directory, arguments.node, hint, oom_kills, refill=arguments.refill)
             code = asyncio.run(work)
         except JurymastError as error:
-            logging.getLogger("jurymast.agent").error("%s", error)
-            return error.exit_code
+            return _failed(error)
         return {"agent": 0, "launcher": min(code, 1), "task": code, "refill": 0}[arguments.end_as]
 
     # For a plain run, an srun that says "killed" then means the guards as well: Slurm has ended their step.
     return guard.run(agent, AGENT_KILLED if arguments.end_as == "agent" else None)
+
+
+def _failed(error: JurymastError) -> int:
+    logging.getLogger("jurymast.agent").error("%s", error)
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -413,9 +413,7 @@ def main(root: str, idle_s: str, *options: str) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _write_to(directory.submission / f"refill-{waiting.job}.log")
     os.chdir(directory.submission)
-    inside = run_module(
-        "jurymast.cluster.refill", str(directory.root), str(claim.number), claim.key, python=plan.python
-    )
+    inside = run_module(*refill.agent_of(str(directory.root), claim.number, claim.key), python=plan.python)
     os.execve(inside[0], inside, os.environ)
     raise AssertionError("execve returns only if it fails")
 

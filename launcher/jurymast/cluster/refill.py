@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,10 +24,9 @@ from jurymast.core.judges import slurm_variables
 from jurymast.core.state.settings import RunPlan
 from jurymast.core.state.texts import compressed
 from jurymast.core.supervision.refilling import SmallJob
-from jurymast.errors import ClusterUnavailableError, JurymastError, SubmissionError
+from jurymast.errors import ClusterUnavailableError, SubmissionError
 from jurymast.interpreter import run_module
 from jurymast.jobs import run_command
-from jurymast.processes import log_as
 from jurymast.reading import to_begin
 from jurymast.rundir import RunDirectory, write_json
 
@@ -92,12 +90,16 @@ def command(
     infinity: no limit; None: unknown), and none of the nodes of `exclude`."""
     limit = [] if left_s is None else ["UNLIMITED" if left_s == math.inf else str(math.ceil(left_s / 60.0))]
     folder = RunDirectory(plan.directory).submission
-    arguments = (plan.directory, str(number), allocation.key)
     return [
         *for_one_node(plan, allocation, exclude), *(f"--time={one}" for one in limit),
         f"--chdir={folder}", f"--output={folder}/refill-%j.log", f"--job-name={job_name(plan, number)}",
-        wrapping("jurymast.cluster.refill", *arguments, python=plan.python),
+        wrapping(*agent_of(plan.directory, number, allocation.key), python=plan.python),
     ]  # fmt: skip
+
+
+def agent_of(directory: str, number: int, key: str) -> list[str]:
+    """The module that runs in small job `number` for the allocation `key`, and its arguments."""
+    return ["jurymast.agent", directory, "--refill", str(number), "--allocation", key, "--end-as", "refill"]
 
 
 def for_one_node(plan: RunPlan, allocation: Allocation, exclude: Sequence[str]) -> list[str]:
@@ -217,8 +219,10 @@ def _of_the_node(name: str) -> bool:
     return name.startswith("SLURM") or name in DEVICES or name in OF_A_PLACE
 
 
-def main(run_directory: str, number: str, key: str) -> int:
-    directory = RunDirectory(Path(run_directory))
+def become(directory: RunDirectory, number: int, key: str) -> int | None:
+    """Give this process the variables of the agent of small job `number`, which is for the allocation `key`.
+    Returns its exit code instead if there is nothing to do, or no way. It waits for what the run's first
+    agents write."""
     plan, allocation = to_begin(directory.own_plan), to_begin(partial(Allocation.load, directory))
     if allocation.key != key:
         log.info("the run has given back the allocation %s that this node was for", key)
@@ -234,11 +238,10 @@ def main(run_directory: str, number: str, key: str) -> int:
         log.error("the run's agents are in a container (%s at /), and this one is not", told["root"])
         return 1
     nodes = len(allocation.nodes)
-    variables = variables_in(os.environ, told["variables"], int(number), nodes, pooled=plan.pooled)
-    agent = ["jurymast.agent", run_directory, "--refill", number, "--end-as", "refill"]
-    command = run_module(*agent, python=plan.python)
-    os.execve(command[0], command, variables)
-    raise AssertionError("execve returns only if it fails")
+    variables = variables_in(os.environ, told["variables"], number, nodes, pooled=plan.pooled)
+    os.environ.clear()
+    os.environ.update(variables)
+    return None
 
 
 def _told(directory: RunDirectory) -> dict[str, Any] | None:
@@ -249,12 +252,3 @@ def _told(directory: RunDirectory) -> dict[str, Any] | None:
         if time.monotonic() > limit:
             return None
         time.sleep(POLL_S)
-
-
-if __name__ == "__main__":
-    log_as("refill")
-    try:
-        sys.exit(main(*sys.argv[1:]))
-    except JurymastError as failure:
-        log.error("%s", failure)
-        sys.exit(failure.exit_code)
