@@ -24,7 +24,15 @@ from jurymast.errors import UsageError
 from jurymast.sim.cluster.__main__ import several
 from jurymast.sim.cluster.cluster import Cluster, run
 from jurymast.sim.cluster.oracle import TOLD_S, Oracle
-from jurymast.sim.cluster.plans import Fault, Plan, pooled_plan, random_plan, refilled_plan
+from jurymast.sim.cluster.plans import (
+    KINDS,
+    Fault,
+    Plan,
+    mixed_plan,
+    pooled_plan,
+    random_plan,
+    refilled_plan,
+)
 from jurymast.sim.cluster.supervisor import SimSupervisor
 from jurymast.sim.cluster.world import Process, World, WritePlace
 from support.planted import (
@@ -448,6 +456,13 @@ def test_a_plan_that_broke_a_rule_once_breaks_none(text: str) -> None:
     plan = Plan.from_json(text)
     for seed in range(plan.seed, plan.seed + 5):
         assert run(replace(plan, seed=seed)).broken == ""
+
+
+def test_mixed_plans_have_all_kinds_of_faults_and_of_runs() -> None:
+    plans = [mixed_plan(seed) for seed in range(500)]
+    assert {fault.kind for plan in plans for fault in plan.faults} == {*KINDS}
+    assert any(plan.members for plan in plans)
+    assert any(plan.least for plan in plans)
 
 
 def test_a_seed_and_its_json_give_the_same_again() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jurymast.core.run import ladder, machine, restoring
+from jurymast.core.agent.link import SupervisorLink
+from jurymast.core.run import ladder, machine, recovery, restoring
 from jurymast.core.run.recording import Teller
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import Phase, RunState
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 
 _tell, _handlers = Teller.on_time, machine._HANDLERS
+_fill, _found = recovery._fill, SupervisorLink.on_supervisor_found
 _ready: Any = _handlers[ev.NodeReady]
 
 
@@ -40,6 +42,16 @@ def _only_at_first(state: RunState, event: ev.NodeReady) -> Any:
     return _ready(state, event) if not state.attempt or event.node in state.places else None
 
 
+def _finds_none(self: SupervisorLink, _: Any, now: float) -> Any:
+    return _found(self, None, now)
+
+
+def _untold_swap(state: RunState, *places: Any) -> Any:
+    launched = _fill(state, *places)
+    state.incidents[-1].action = "restart"
+    return launched
+
+
 def _for_a_while(*_: Any) -> float:
     return 3.0
 
@@ -64,5 +76,13 @@ PLANTED_INCIDENTS: dict[str, Any] = {
     "75: a run waits after every failure": (
         partial(random_plan, only=("rank",)),
         [(ladder, "_pause_s", _for_a_while)],
+    ),
+    "76: agents do not read where the newest supervisor is": (
+        partial(random_plan, only=("power",)),
+        [(SupervisorLink, "on_supervisor_found", _finds_none)],
+    ),
+    "77: a spare that takes over is told as a restart": (
+        partial(random_plan, only=("power",)),
+        [(recovery, "_fill", _untold_swap)],
     ),
 }

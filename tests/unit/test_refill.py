@@ -72,6 +72,14 @@ def test_a_run_without_a_spare_holds_its_nodes_and_goes_on_with_the_one_that_com
     assert story.state.nodes["n9"].role is Role.ACTIVE
 
 
+def test_a_lost_node_that_is_back_in_its_own_place_is_told_as_a_restart() -> None:
+    story, victim = holding()
+    story.join(victim)
+    assert {*story.last(Launch).placement} == {"n1", "n2"}
+    assert story.last(Launch).reason == "restart after incident 1, same nodes"
+    assert story.incident.action == "restart"
+
+
 def test_a_run_is_requeued_without_refill() -> None:
     assert requeues(holding(settings=Settings())[0])
 

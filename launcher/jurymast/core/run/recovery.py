@@ -513,6 +513,8 @@ def _fill(
     swapped = [f"{old} -> {new}" for old, new in zip(state.placement, placement, strict=True) if old != new]
     if swapped:
         state.incidents[-1].action = "swap"
+    elif state.incidents[-1].action in ("swap", size.SHRINK):  # the node is back in time
+        state.incidents[-1].action = "restart"
     reason = some(swapped, NODES_TOLD) or "same nodes"
     added = [name for name in more if name not in placement]
     if added:

@@ -106,7 +106,7 @@ def main() -> int:
     )
     parser.add_argument("--shrink", action="store_true", help="the policy lets runs go on with fewer nodes")
     parser.add_argument("--pool", action="store_true", help="nodes wait in a pool that the run shares")
-    parser.add_argument("--mixed", action="store_true", help="the first two, in two plans of five")
+    parser.add_argument("--mixed", action="store_true", help="these three, in three plans of five")
     parser.add_argument("--first", action="store_true", help="end with the first that fails; one process")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each plan that fails")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")

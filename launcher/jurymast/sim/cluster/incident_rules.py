@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jurymast.core.state.effects import Instruction
+from jurymast.core.run import size
+from jurymast.core.state.effects import Instruction, Launch
 from jurymast.core.state.events import Event
 from jurymast.core.state.incident import CAUSES, Incident
-from jurymast.core.state.run import Phase, Role
+from jurymast.core.state.run import Phase, Role, RunState
 
 if TYPE_CHECKING:
     from jurymast.sim.cluster.oracle import Oracle
@@ -21,6 +22,7 @@ IN_ORDER = "72: what is told of an incident is in order"
 STEP_IS_TOLD = "73: the step that people are told is one that ranks have done, of just now"
 IN_USE = "74: a node that is fine has ranks, or is ready for them"
 NO_WAIT = "75: a run waits before an attempt only after failures in a row"
+AS_TOLD = "77: the action that is told is what was done"
 
 # What ranks do is told by then, in seconds.
 TOLD_BY_S = 6.0
@@ -36,6 +38,7 @@ class IncidentRules:
         self._before: dict[int, int] = {}  # by attempt: the newest step when its ranks met
         self._idle_since: dict[str, float] = {}
         self._steady_since: float | None = None
+        self._placed: tuple[int, tuple[str, ...]] = 0, ()  # of the newest attempt, as this supervisor knows
 
     def recorded(self, supervisor: SimSupervisor, event: Event, decided: Sequence[Instruction]) -> None:
         state = supervisor.state
@@ -45,6 +48,23 @@ class IncidentRules:
             alike = sum(one.step_lost_from >= since for one in state.incidents)
             if alike <= 1 and 0.0 < wait_s < math.inf:  # else Slurm ends the job
                 self._oracle.fail(NO_WAIT, f"for {wait_s:.1f} s before attempt {state.attempt + 1}")
+
+        for one in decided:
+            if isinstance(one, Launch):
+                self._launches(state, one, supervisor.epoch)
+
+    def _launches(self, state: RunState, launch: Launch, epoch: int) -> None:
+        (by, before), now = self._placed, launch.placement
+        self._placed = epoch, now
+        if by != epoch:
+            return
+        told, others = state.incidents[-1].action, {*now} - {*before}
+        if len(now) != len(before):
+            right = (size.SHRINK,) if len(now) < len(before) else (size.GROW, "swap")
+        else:
+            right = ("swap",) if others else ("restart", "in process")
+        if told not in right:
+            self._oracle.fail(AS_TOLD, f"{told}, and attempt {launch.attempt} is on {now} after {before}")
 
     def look(self, supervisor: SimSupervisor, since: float) -> None:
         oracle, state, now = self._oracle, supervisor.state, self._oracle.cluster.world.now
@@ -84,8 +104,9 @@ class IncidentRules:
         for site in oracle.cluster.sites.values():
             node = state.nodes.get(site.name)
             fine = not site.ill and oracle.untouched(site.name, FINE_S, seen_from=supervisor.site.name)
-            fine = fine and supervisor.connected(site.name) and node is not None
-            if not fine or node is None or node.role is Role.ACTIVE or node.usable:
+            fine = fine and supervisor.connected(site.name)
+            leaves = node is None or node.going or node.drained
+            if not fine or node is None or leaves or node.role is Role.ACTIVE or node.usable:
                 self._idle_since.pop(site.name, None)
             elif now > self._idle_since.setdefault(site.name, now) + READY_BY_S:
                 oracle.fail(IN_USE, f"{site.name} is {node.role.value}: {node.reason}")

@@ -570,6 +570,7 @@ class Oracle:
             self._look_at_replicas(supervisor)
             self.calm.look(supervisor, self._supervises_since)
             self.incidents.look(supervisor, self._supervises_since)
+            self.told.look(supervisor, self._supervises_since)
             self.health.look(supervisor)
             self.refill.look(supervisor, self._supervises_since)
             self.size.look(supervisor, self._supervises_since)

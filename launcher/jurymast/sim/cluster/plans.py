@@ -21,6 +21,7 @@ GROWS_S = 60.0  # by then a run has taken in nodes that it lacked
 LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
 TASKS_SHARE, TESTS_SHARE, LIVES_SHARE = 0.15, 0.15, 0.4
+ASKED_FOR_SHARE = 0.2  # of mixed plans have a fault that occurs only where a plan asks for it
 RENEWS_SHARE = 0.5  # of the plans with a time limit
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
@@ -220,9 +221,17 @@ def pooled_plan(seed: int) -> Plan:
 
 
 def mixed_plan(seed: int) -> Plan:
-    """Draw a plan of a run that shares no pool."""
-    plans = (random_plan, random_plan, random_plan, refilled_plan, shrinking_plan)
-    return plans[seed % len(plans)](seed)
+    """Draw a plan of one of these kinds, in some of them with a fault that none of them has."""
+    plans = (random_plan, random_plan, refilled_plan, shrinking_plan, pooled_plan)
+    plan, chance = plans[seed % len(plans)](seed), random.Random(~seed)
+    if chance.random() >= ASKED_FOR_SHARE:
+        return plan
+    kind = chance.choice([kind for kind, (often, _) in KINDS.items() if not often])
+    at, seconds = chance.uniform(FIRST_AT_S, LAST_AT_S), chance.uniform(1.0, KINDS[kind][1] or 1.0)
+    node, other = chance.randrange(plan.nodes), chance.randrange(plan.nodes)
+    asked = Fault(round(at, 2), kind, node, other, round(seconds, 2))
+    faults = (*plan.faults[: chance.choice((0, 0, 1, 2, MOST_FAULTS))], asked)
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def smaller(plan: Plan) -> list[Plan]:

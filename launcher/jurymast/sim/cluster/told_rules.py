@@ -17,10 +17,13 @@ NOT_REPLACED = "57: a supervisor that shows that it lives is not replaced"
 STAYS_TOLD = "58: what the history tells of a failure stays there"
 NOTE_SAYS = "59: a note says something"
 SAVED_IS_TOLD = "60: the newest step that is saved is that which people are told"
+JOINS = "76: a supervisor hears all agents that can reach it"
 NOT_AGAIN = "61: no node copies again what it has told that it has"
 
 # A pulse that was there for so long, in seconds, is seen by everybody who can read it.
 LIVES_S = 5.0
+# From the time when both can see each other and the run directory, in seconds.
+JOINED_BY_S = 12.0
 
 
 class ToldRules:
@@ -28,6 +31,7 @@ class ToldRules:
         self._oracle, self._cluster = oracle, oracle.cluster
         self._by: SimSupervisor | None = None  # who has told of these incidents
         self._incidents: set[int] = set()
+        self._unheard_since: dict[str, float] = {}
 
     def takes_over(self, agent: SimAgent) -> None:
         """An agent starts the next supervisor. One that has just stood still knows no better."""
@@ -49,6 +53,22 @@ class ToldRules:
         if gone := self._incidents - there:
             self._oracle.fail(STAYS_TOLD, f"incidents {sorted(gone)} are not among {sorted(there)}")
         self._incidents = there
+
+    def look(self, supervisor: SimSupervisor, since: float) -> None:
+        """`since`: when this supervisor began."""
+        oracle, now, node = self._oracle, self._cluster.world.now, supervisor.site.name
+        if supervisor.machine.departure.begun or not oracle.storage_fine(JOINED_BY_S):
+            self._unheard_since.clear()
+            return
+        steady = oracle.untouched(node, JOINED_BY_S) and self._cluster.stalled_until < now - JOINED_BY_S
+        for site in self._cluster.sites.values():
+            can = (
+                steady and site.agent is not None and oracle.untouched(site.name, JOINED_BY_S, seen_from=node)
+            )
+            if not can or supervisor.connected(site.name):
+                self._unheard_since.pop(site.name, None)
+            elif now > max(since, self._unheard_since.setdefault(site.name, now)) + JOINED_BY_S:
+                oracle.fail(JOINS, f"{site.name} is unheard since {self._unheard_since[site.name]:.1f} s")
 
     def copies(self, supervisor: SimSupervisor, node: str, order: msg.Replicate) -> None:
         """This node is ordered to copy a rank's image, or the part of it that is the rank's own."""
