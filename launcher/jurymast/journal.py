@@ -229,6 +229,7 @@ def first_events(directory: RunDirectory, t: float, version: str) -> list[ev.Eve
             t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
             ranks_per_node=plan.ranks_per_node, script=plan.script, submitted_at=plan.submitted_at,
             policy_hash=plan.policy_hash, version=version, guessed=plan.guessed,
+            kill_on_bad_exit=plan.kill_on_bad_exit,
         )
     ]  # fmt: skip
 

@@ -269,17 +269,20 @@ echo "said: shard $?"
 srun python training_a_node.py
 echo "said: trainings $?"
 srun --mpi=pmi2 python of_an_mpi.py | sort
+srun -K python opaque.py
+echo "said: killed $?"
 """
 
 
 def test_independent_tasks_finish_although_one_fails(cluster: Cluster, tmp_path: Path) -> None:
     """Also those whose text looks like a training, and nodes that have a training of their own each; they are
-    not run again. Those of an MPI are srun's."""
+    not run again. Those of an MPI are srun's. If srun is told to end the others, they end."""
     work = cluster.shared / tmp_path.name
     cluster.login(["mkdir", str(work)])
     (work / "shard.py").write_text(SHARD)
     (work / "guessed.py").write_text("import torch.distributed\n" + SHARD)
     (work / "training_a_node.py").write_text(TRAINING_A_NODE)
+    (work / "opaque.py").write_text("import importlib\n" + SHARD.replace("go", "never"))
     (work / "of_an_mpi.py").write_text(OF_AN_MPI)
     run = submit_script(cluster, work, SHARDS, "--spares=0")
     run.wait("the failure", lambda s: bool(s.findings.failures), LIMIT_S)
@@ -296,5 +299,6 @@ def test_independent_tasks_finish_although_one_fails(cluster: Cluster, tmp_path:
     said = [line for line in printed.splitlines() if line.startswith("said")]
     ends = ["said: finished", "said: guessed 3", "said: finished", "said: shard 3"]
     ends += ["said: trained 1", "said: trained 1", "said: trainings 4"]
-    assert said == [*ends, *(f"said: number {number} of 4" for number in range(4))], printed
+    numbers = [f"said: number {number} of 4" for number in range(4)]
+    assert said == [*ends, *numbers, "said: killed 143"], printed
     assert "python shard.py: taken for 2 independent tasks" in printed

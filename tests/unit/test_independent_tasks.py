@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from msgspec import structs
 
+from jurymast.cluster import control
 from jurymast.cluster.sbatch import parse
 from jurymast.core.judges.attribution import NEAR_S
 from jurymast.core.run import tasks as task_ends
@@ -17,7 +18,7 @@ from jurymast.core.state import events as ev
 from jurymast.core.state import messages as msg
 from jurymast.core.state.effects import Finish, Instruction, Launch, StopWorkers
 from jurymast.core.state.run import Phase, Role
-from jurymast.script import evidence, srun
+from jurymast.script import evidence, recognise, srun
 from jurymast.script.evidence import shows
 from support.stories import Story
 from support.successor import Successor
@@ -163,10 +164,11 @@ def test_longer_time_outs_than_torchs_own_are_told_however_they_are_given() -> N
     assert done.stdout.split() == [f"{3600.0 * hours}" for hours in (2, 3, 4, 5, 6)]
 
 
-def tasks(active: int = 2, spares: int = 1, ranks_per_node: int = 1) -> Story:
-    """Nodes with tasks, of which nobody knows whether they are one training."""
+def tasks(active: int = 2, spares: int = 1, ranks_per_node: int = 1, *, kill: bool = False) -> Story:
+    """Nodes with tasks, of which nobody knows whether they are one training. `kill`: one that fails ends the
+    others."""
     story = Story(active=active, spares=spares, ranks_per_node=ranks_per_node).submitted()
-    story.feed(structs.replace(story.events[0], guessed=True))
+    story.feed(structs.replace(story.events[0], guessed=True, kill_on_bad_exit=kill))
     return story.allocated().told().ranks_up()
 
 
@@ -184,6 +186,71 @@ def test_one_fails_and_the_others_finish() -> None:
     assert "rank 0" in end.reason
     assert "`#JURYMAST train: yes`" in end.reason
     assert story.incident.action == "stop"
+
+
+def test_one_fails_and_srun_is_told_to_end_the_others() -> None:
+    story = tasks(ranks_per_node=2, kill=True)
+    told_done(story, 0)
+    story.failed(1, exit_code=3)
+    end = story.last(Finish)
+    assert (end.state, end.exit_code, story.state.attempt) == ("failed", 143, 1)
+    assert "rank 1" in end.reason
+    assert "the others ended as srun is told (--kill-on-bad-exit)" in story.incident.why
+
+
+def test_the_last_one_fails_and_there_is_nobody_to_end() -> None:
+    story = tasks(kill=True)
+    told_done(story, 0)
+    story.failed(1, exit_code=3)
+    assert story.last(Finish).exit_code == 3
+    assert "the others finished" in story.incident.why
+
+
+def test_a_training_begins_anew_although_srun_is_told_to_end_it() -> None:
+    story = tasks(kill=True)
+    story.feed(ev.GroupMade(t=story.t, attempt=1, node=story.state.placement[0], rank=0))
+    story.failed(1, exit_code=3)
+    story.stopped()
+    assert (story.state.attempt, story.incident.action) == (2, "restart")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "site", "kills"),
+    [
+        ("", {}, "0", False),
+        ("-K", {}, "0", True),
+        ("--kill-on-bad-exit", {}, "0", True),
+        ("--kill-on-bad-exit=1", {"SLURM_KILL_BAD_EXIT": "0"}, "0", True),
+        ("-K0", {"SLURM_KILL_BAD_EXIT": "1"}, "1", False),
+        ("", {"SLURM_KILL_BAD_EXIT": "1"}, "0", True),
+        ("", {"SLURM_KILL_BAD_EXIT": "0"}, "1", False),
+        ("", {}, "1", True),
+    ],
+)
+@pytest.mark.parametrize(("text", "opaque"), [("import solver", True), ("import torch.distributed", False)])
+def test_who_tells_srun_to_end_the_others(
+    options: str, variables: dict[str, str], site: str, kills: bool, text: str, opaque: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of tasks whose text shows a training, one that fails early is better begun anew with all others."""
+    monkeypatch.setattr(control, "kill_on_bad_exit", lambda: site)
+    monkeypatch.setattr(evidence, "mpi_default", lambda: "none")
+    monkeypatch.setattr(recognise, "read_shell_script", lambda name: text if name == "./job.py" else "")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    step = srun.parse([*options.split(), "./python", "./job.py"])
+    assert step is not None
+    found: list[bool] = []
+
+    class Steps:
+        train, active = "", 2
+
+        def run_tasks(self, *_: object, guessed: bool, kill_on_bad_exit: bool) -> int:
+            found.append(kill_on_bad_exit)
+            return int(guessed)
+
+    assert srun.as_ranks(Steps(), step, 1) == 1  # type: ignore[arg-type]
+    assert found == [kills and opaque]
 
 
 def test_tasks_that_make_a_process_group_are_a_training() -> None:

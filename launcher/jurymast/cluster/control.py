@@ -271,6 +271,12 @@ def mpi_default() -> str:
     return found[1] if found else ""
 
 
+def kill_on_bad_exit() -> str:
+    """Whether srun ends all tasks once one of them fails if nobody says it (KillOnBadExit): "1", else "0"."""
+    found = re.search(r"^KillOnBadExit\s*= (\d+)$", _config(), re.MULTILINE)
+    return found[1] if found else "0"
+
+
 def signals_tasks_alone() -> bool:
     """Whether a signal for a step reaches only its tasks, and not what these have started, as with most
     ProctrackTypes; True if Slurm does not say."""

@@ -138,7 +138,7 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
         return parts.run(step, recognise.with_its_path(srun), training)
     if tasks * step.active > 1:
         if recognise.starts_ranks(srun.command, read, os.environ):
-            return _as_ranks(step, srun, tasks)
+            return as_ranks(step, srun, tasks)
         if recognise.names_python(srun.command, os.environ):
             say(
                 f"{srun.command[0]}: not recognized as a training; "
@@ -147,7 +147,7 @@ def _as_training(step: Step, srun: CommandLine) -> int | None:
     return None
 
 
-def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
+def as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
     """Run tasks of Python as the ranks of a training, or let srun run them if each is for itself. If nobody
     says which they are, their text is read; where that does not show it, what they do decides."""
     from jurymast.script import evidence
@@ -166,4 +166,18 @@ def _as_ranks(step: Step, srun: CommandLine, tasks: int) -> int | None:
             "(`#JURYMAST train: yes` makes them one training)"
         )
         return None
-    return step.run_tasks(recognise.with_its_path(srun), tasks, guessed=not said and not shown.foreign)
+    guessed = not said and not shown.foreign
+    return step.run_tasks(
+        recognise.with_its_path(srun), tasks, guessed=guessed,
+        kill_on_bad_exit=guessed and not shown.training and _kills_on_bad_exit(srun, os.environ),
+    )  # fmt: skip
+
+
+def _kills_on_bad_exit(srun: CommandLine, variables: Mapping[str, str]) -> bool:
+    """Whether srun ends all tasks once one of them fails: by its option, its variable, or the site's
+    setting."""
+    from jurymast.cluster.control import kill_on_bad_exit
+
+    if srun.has("kill-on-bad-exit"):
+        return srun.last("kill-on-bad-exit") != "0"
+    return variables.get("SLURM_KILL_BAD_EXIT", kill_on_bad_exit()) != "0"

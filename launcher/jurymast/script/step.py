@@ -312,6 +312,7 @@ class Step:
         self._inputs: tuple[str, ...] = ()  # what its tasks read: see `standard_input`
         self._prologs: tuple[str, ...] = ()  # what runs before each of its tasks
         self._epilogs = ("", "")  # and after it
+        self._kill_on_bad_exit = False
         self.active, self.train = self._plan.active, self._plan.train
 
     @property
@@ -391,9 +392,12 @@ class Step:
         signals.close()
         return code
 
-    def run_tasks(self, srun: CommandLine, tasks: int, *, guessed: bool) -> int | None:
+    def run_tasks(
+        self, srun: CommandLine, tasks: int, *, guessed: bool, kill_on_bad_exit: bool = False
+    ) -> int | None:
         """The same for a command of which srun would start this many tasks per node: Python's, or a
-        shell's; None if srun would refuse them. `guessed`: see `RunPlan`."""
+        shell's; None if srun would refuse them. `guessed` and `kill_on_bad_exit`: see `RunPlan`."""
+        self._kill_on_bad_exit = kill_on_bad_exit
         slurm = binding()
         read = sharing.read_by(shims.real("srun", os.environ), release())
         on_node = sharing.gpus_on_node(srun, os.environ, read, tasks)
@@ -543,7 +547,7 @@ class Step:
         plan = replace(
             training.plan(self._plan, run),
             stderr_apart=output.stderr_apart, inputs=self._inputs, prologs=self._prologs,
-            epilogs=self._epilogs,
+            epilogs=self._epilogs, kill_on_bad_exit=self._kill_on_bad_exit,
         )  # fmt: skip
         run.save_plan(plan)
         # Earlier lives of the job have already printed their attempts.

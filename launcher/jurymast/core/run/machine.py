@@ -145,7 +145,7 @@ def _allocation_started(state: RunState, event: ev.AllocationStarted) -> list[In
 
 
 def _run_started(state: RunState, event: ev.RunStarted) -> None:
-    state.alone = event.guessed
+    state.alone, state.kill_on_bad_exit = event.guessed, event.kill_on_bad_exit
 
 
 def _supervisor_started(state: RunState, event: ev.SupervisorStarted) -> None:

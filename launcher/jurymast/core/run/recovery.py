@@ -53,6 +53,7 @@ ALONE = (
     "no task made a process group, so each was for itself as under srun "
     "(`#JURYMAST train: yes` makes them one training)"
 )
+ENDED_BY_SRUN = 143  # of a task to which srun sends SIGTERM
 RANKS_GONE = "RanksGone"  # an error that no rank tells
 
 
@@ -150,21 +151,28 @@ def rank_failed(state: RunState, event: WorkerFailed) -> list[Instruction]:
     if event.rank >= 0:  # the reason came after all
         state.findings.failures.pop((event.node, -1, RANKS_GONE), None)
     state.findings.failures.setdefault((event.node, event.rank, event.error), event)
+    if task and state.kill_on_bad_exit:
+        return tasks_ended(state)
     if task or leaving.may_explain(state, event):
         return []  # the others are not concerned, unless they prove to be ranks that train
     return begin(state, event.t, event.t)
 
 
 def tasks_ended(state: RunState) -> list[Instruction]:
-    """End a run of tasks that were each for themselves, after one of them failed: with srun's exit code, and
-    nothing is done again."""
+    """End a run of tasks that were each for themselves, after one of them failed, and with it the others that
+    still run, if any: with srun's exit code, and nothing is done again."""
     failures = [*state.findings.failures.values()]
     open_incident(state, state.now, min(event.t for event in failures))
     cause = attribute(state.findings, _surroundings(state, state.incidents[-1]))
     incident = settle(state, cause)
     incident.traceback = next((f.traceback for f in failures if f.rank == cause.rank), "")
-    incident.action, incident.why = "stop", f"{ALONE}, so the others finished and nothing is done again"
-    codes = (f.exit_code if f.exit_code > 0 else 128 - f.exit_code for f in failures)
+    codes = [f.exit_code if f.exit_code > 0 else 128 - f.exit_code for f in failures]
+    if len(tasks.ended(state)) < state.active * state.ranks_per_node:
+        codes.append(ENDED_BY_SRUN)
+        others = "ended as srun is told (--kill-on-bad-exit)"
+    else:
+        others = "finished"
+    incident.action, incident.why = "stop", f"{ALONE}, so the others {others} and nothing is done again"
     return finish(state, "failed", max(codes), incident.reason)
 
 

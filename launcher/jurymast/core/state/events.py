@@ -31,6 +31,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     policy_hash: str = ""
     version: str = ""
     guessed: bool = False  # as in the plan
+    kill_on_bad_exit: bool = False  # likewise
 
 
 class AllocationStarted(Event, frozen=True, kw_only=True):

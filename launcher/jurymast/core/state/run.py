@@ -239,6 +239,7 @@ class RunState:
     spares: int = 0
     ranks_per_node: int = 1
     alone: bool = False  # its ranks are tasks, of which none has made a process group yet
+    kill_on_bad_exit: bool = False  # one of these that fails ends the others
     # Those that have ended with exit code 0; also ranks of a training, if they leave after a signal.
     done: set[int] = field(default_factory=set)
     warned: int = 0  # the newest attempt in which ranks caught a signal: they may leave, some before others

@@ -203,6 +203,7 @@ class RunPlan:
     tasks: bool = False
     # Nobody has said that they are one training: until one of them makes a process group, each is for itself.
     guessed: bool = False
+    kill_on_bad_exit: bool = False  # then one that fails ends the others, as srun is told
     train: str = ""  # what the user says of such tasks: yes, no, or nothing
     shares: TaskShares = TaskShares()
     # `script` is a program, a shell say, that starts the Python of its rank itself.

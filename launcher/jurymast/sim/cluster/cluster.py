@@ -84,6 +84,7 @@ class Cluster:
             run="r", name="r", directory="/run", cluster="slurm", active=wanted.active,
             spares=wanted.spares, ranks_per_node=wanted.ranks, script="x", settings=settings,
             tasks=wanted.tasks, guessed=wanted.tasks,
+            kill_on_bad_exit=wanted.kill_on_bad_exit,
             submitted_at=BEGINNING if wanted.seed % 3 else 0.0,  # of an old run less is journalled
         )  # fmt: skip
         self.network = SimNetwork(self.world)

@@ -22,6 +22,7 @@ LONGEST_S = 3600.0
 LAST_STEPS = 10, 100
 TASKS_SHARE, TESTS_SHARE, LIVES_SHARE = 0.15, 0.15, 0.4
 ASKED_FOR_SHARE = 0.2  # of mixed plans have a fault that occurs only where a plan asks for it
+KILLS_SHARE = 0.3  # of runs of tasks
 RENEWS_SHARE = 0.5  # of the plans with a time limit
 # Of this, twice as much is less than Slurm leaves a job that it ends.
 SLOW_COPY_S = 1.0, 10.0
@@ -115,6 +116,7 @@ class Plan:
     copy_s: float = 0.0  # how long a node writes its share of a checkpoint; 0.0: for a moment
     at_term: str = ""  # how ranks take a SIGTERM: see `sim.cluster.caught`; "": they go on without a word
     tasks: bool = False  # its ranks are independent tasks
+    kill_on_bad_exit: bool = False  # of which one that fails ends the others
     tests: bool = False  # nodes are tested before use
     renews: bool = False  # the job is requeued shortly before its time limit
     lives: bool = False  # ranks go on in their processes: `Checkpointer.run`
@@ -192,6 +194,7 @@ def random_plan(seed: int, only: tuple[str, ...] = ()) -> Plan:
         tests=fails_tests or chance.random() < TESTS_SHARE,
         lives=(of_lives := random.Random(-seed)).random() < LIVES_SHARE, spread=of_lives.choice(SPREADS),
         renews=ends and of_lives.random() < RENEWS_SHARE,
+        kill_on_bad_exit=of_lives.random() < KILLS_SHARE,
     )  # fmt: skip
 
 

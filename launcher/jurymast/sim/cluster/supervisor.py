@@ -236,7 +236,7 @@ class SimSupervisor(SimShell):
             ev.RunStarted(
                 t=t, run=plan.run, name=plan.name, active=plan.active, spares=plan.spares,
                 ranks_per_node=plan.ranks_per_node, script="x", submitted_at=plan.submitted_at,
-                guessed=plan.guessed,
+                guessed=plan.guessed, kill_on_bad_exit=plan.kill_on_bad_exit,
             )
         ]  # fmt: skip
 

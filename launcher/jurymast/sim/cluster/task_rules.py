@@ -18,6 +18,7 @@ AS_SRUN = "14: a run of independent tasks ends once all have ended, with srun's 
 
 # A supervisor has heard by then of a task that has ended, if nothing is wrong.
 TOLD_S = 3.0
+TERMINATED = 143  # the exit code of what gets a SIGTERM
 # What it has heard is in the journal by then.
 WRITTEN_S = 5.0
 
@@ -39,16 +40,21 @@ class TaskRules:
         if attempt >= self._codes.get(rank, (0, 0))[0]:
             self._codes[rank] = attempt, code
         supervisor = self._oracle.supervisor
-        if code == 0 and supervisor is not None:
-            self._cluster.world.after(TOLD_S, None, self._is_told, rank, attempt, agent, supervisor)
+        if supervisor is not None and (code == 0 or self._cluster.wanted.kill_on_bad_exit):
+            self._cluster.world.after(TOLD_S, None, self._is_told, rank, attempt, agent, supervisor, code)
 
-    def _is_told(self, rank: int, attempt: int, agent: SimAgent, supervisor: SimSupervisor) -> None:
+    def _is_told(
+        self, rank: int, attempt: int, agent: SimAgent, supervisor: SimSupervisor, code: int
+    ) -> None:
         name, state = agent.site.name, supervisor.state
         calm = self._oracle.untouched(name, 2 * TOLD_S, seen_from=supervisor.site.name)
         here = supervisor is self._oracle.supervisor and supervisor.listens and supervisor.connected(name)
         awake = supervisor.process.until <= self._cluster.world.now - TOLD_S and agent.process.alive
         if calm and here and awake and self._oracle.storage_fine(2 * TOLD_S) and state.attempt == attempt:
-            self._knows(rank, supervisor)
+            if code == 0:
+                self._knows(rank, supervisor)
+            elif not state.ended:
+                self._oracle.fail(AS_SRUN, f"task {rank} has failed, which ends the others, and they go on")
 
     def _knows(self, rank: int, supervisor: SimSupervisor) -> None:
         self._done[rank] = self._done.get(rank, (self._cluster.world.now, supervisor.epoch))
@@ -114,6 +120,8 @@ class TaskRules:
     def fails(self, code: int) -> bool:
         """Check the exit code of a run that fails because its tasks have ended; return whether they have."""
         codes = [code if code >= 0 else 128 - code for _, code in self._codes.values()]
+        if not self.all_ended and self._cluster.wanted.kill_on_bad_exit:
+            return any(codes) and code >= TERMINATED
         if not self.all_ended or not any(codes):
             return False
         if code != max(codes):
