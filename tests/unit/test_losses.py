@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +38,47 @@ def test_a_loss_that_stays_nan_is_told_once_with_the_first_step(
         seen.see((torch.tensor(loss, requires_grad=True),))
         link.beat(step)
     assert found == [within.LossNotFinite(step=step, loss="nan") for step in told]
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, gradient: Callable[[int], float | None], *, scaled: bool = False
+) -> list[within.FromRank]:
+    """What is told of 40 steps of an optimizer with this `gradient` at each. `scaled`: by a scaler that has
+    the optimizer leave steps out."""
+    torch = pytest.importorskip("torch")
+    from jurymast.worker.hooks import Gradients
+    from jurymast.worker.link import Link
+
+    link, found = Link(None, "", 0), list[within.FromRank]()
+    monkeypatch.setattr(link, "emit", found.append)
+    looks = Gradients(link)
+    large, small = torch.zeros(9, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([{"params": [large]}, {"params": [small]}], 0.1)
+    if scaled:
+        optimizer.found_inf = torch.ones(1)
+    for step in range(1, 41):
+        value = gradient(step)
+        large.grad = None if value is None else torch.ones(9)
+        small.grad = None if value is None else torch.tensor([0.0, value])
+        looks.see(optimizer)
+        link.beat(step)
+    return found
+
+
+def test_gradients_that_stay_nan_are_told_whatever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From `torch.autograd.grad`, or from losses of each sample: no backward shows a loss then."""
+    told = trained(monkeypatch, lambda step: 1.0 if step < 10 else NAN)
+    assert told == [within.LossNotFinite(step=16, loss="nan", of="gradient")]
+    assert trained(monkeypatch, lambda step: NAN if 10 < step < 30 else 1.0) == []
+    assert trained(monkeypatch, lambda step: INF) == []
+    assert trained(monkeypatch, lambda step: NAN, scaled=True) == []
+
+
+def test_steps_without_any_gradient_are_told_as_training_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody called backward, or the optimizer has the parameters of another model."""
+    told = trained(monkeypatch, lambda step: None)
+    assert told == [within.LossNotFinite(step=24, loss="none", of="gradient")]
+    assert trained(monkeypatch, lambda step: 1.0 if step % 16 else None) == []
 
 
 class Gpu:

@@ -451,6 +451,9 @@ def test_warnings_name_only_what_there_is(tmp_path: Path) -> None:
     assert "jurymast checkpoints" not in doubts(story.state)[0], "there are none"
     story.saved(3)
     assert "jurymast checkpoints" in doubts(story.state)[0]
+    for loss, told in (("nan", "the gradient was nan at step 3"), ("none", "the optimizer had no gradients")):
+        lost = ev.LossNotFinite(t=story.t, attempt=1, rank=0, step=3, loss=loss, of="gradient")
+        assert doubts(replace(story.state, loss=lost))[0].startswith(told)
     story.stepped(4).finished()
     told = read_status(story.write(tmp_path / "run")).view()["warnings"]
     assert any(text.startswith("the last step is in no checkpoint (the newest is step 3)") for text in told)

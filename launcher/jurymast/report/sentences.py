@@ -289,7 +289,9 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "NodeTested": _node_tested,
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
-    "LossNotFinite": lambda e: f"rank {e['rank']} says that its loss at step {e['step']} is {e['loss']}",
+    "LossNotFinite": lambda e: (
+        f"rank {e['rank']} says that its {e.get('of', 'loss')} at step {e['step']} is {e['loss']}"
+    ),
     "BatchDiffers": lambda e: (
         f"the batch of a step differs while there are {e['ranks']} of {e['wanted']} ranks: {e['why']}"
     ),

@@ -21,6 +21,7 @@ from jurymast.core.state.images import MEMORY, PEER, SHARED
 from jurymast.core.state.run import Phase, Role, RunState, failure_rate
 from jurymast.core.state.schedule import NEVER, Schedule
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.within import NONE
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
 from jurymast.report.incidents import MORE, at_least, incident_json, lost_step
@@ -323,10 +324,15 @@ def _why_unsaved(state: RunState) -> str:
 def doubts(state: RunState) -> list[str]:
     """What may be wrong with a training that seems to go well, as far as the journal shows."""
     found, unprotected = [], state.saved_step is None and not state.checkpoints
-    if (loss := state.loss) is not None:
+    if (loss := state.loss) is not None and loss.loss == NONE:
         found.append(
-            f"the loss was {loss.loss} at step {loss.step} (rank {loss.rank}): what was trained since is "
-            "likely worthless" + "; `jurymast checkpoints` lists steps before it" * (not unprotected)
+            f"the optimizer had no gradients by step {loss.step} (rank {loss.rank}), so its steps train "
+            "nothing: was backward called, and has it the parameters of this model?"
+        )
+    elif loss is not None:
+        found.append(
+            f"the {loss.of} was {loss.loss} at step {loss.step} (rank {loss.rank}): what was trained since "
+            "is likely worthless" + "; `jurymast checkpoints` lists steps before it" * (not unprotected)
         )
     if (differs := state.batch_differs) is not None and differs.attempt == state.attempt:
         found.append(

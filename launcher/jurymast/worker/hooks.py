@@ -134,8 +134,8 @@ class Losses:
     """Notices that a script's loss has become nan by what it starts its backwards from, without waiting for a
     GPU: there each value is looked at once it has arrived, and those between are left out."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, of: str = "loss") -> None:
+        self._link, self._of = link, of
         self._in_a_row, self._since = 0, 0
         self._arriving: torch.Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -176,7 +176,50 @@ class Losses:
         self._since = self._since if self._in_a_row else self._link.next_step
         self._in_a_row += 1
         if self._in_a_row == NAN_IN_A_ROW:
-            self._link.lost(self._since, value)
+            self._link.lost(self._since, value, self._of)
+
+
+# So often it is looked at a gradient.
+GRADIENT_EVERY = 8
+
+
+class Gradients:
+    """Notices that a training ruins its parameters, or leaves them as they are, however its gradients are
+    made: looks at the smallest of them from time to time."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._values = link, Losses(link, within.GRADIENT)
+        self._steps = self._without = 0
+        self._place: tuple[int, int] | None = None  # of the parameter, among the optimizer's groups
+
+    def see(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        if self._steps % GRADIENT_EVERY:
+            return
+        try:
+            self._look(optimizer)
+        except Exception:  # whatever tensors of others say
+            self._place = None
+
+    def _look(self, optimizer: Optimizer) -> None:
+        if getattr(optimizer, "found_inf", None) is not None:  # it may leave this step out
+            return
+        groups = [group["params"] for group in optimizer.param_groups]
+        if self._place is None or groups[self._place[0]][self._place[1]].grad is None:
+            places = ((g, p) for g, group in enumerate(groups) for p in range(len(group)))
+            there = [(g, p) for g, p in places if groups[g][p].grad is not None]
+            self._place = min(there, key=lambda at: groups[at[0]][at[1]].numel(), default=None)
+        if self._place is None:
+            self._without += 1
+            if self._without == NAN_IN_A_ROW and type(optimizer).__module__.startswith("torch.optim."):
+                self._link.lost(self._link.next_step, None, within.GRADIENT)
+            return
+        self._without = 0
+        gradient = groups[self._place[0]][self._place[1]].grad
+        if type(gradient) is not torch.Tensor:  # one of several ranks, say
+            return
+        if not (gradient.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._values.see(gradient.detach().abs().amax())
 
 
 LET_GO_S = 0.02
@@ -205,7 +248,7 @@ def watch_steps(link: Link, told: Callable[[Optimizer], within.BeganAt] | None =
     """Send a heartbeat after each step of the training's optimizer, and time all parts of the step. `told`,
     on rank 0: what is known before the first step about where the script begins."""
     parts = StepParts(link)
-    counted = Counted()
+    counted, gradients = Counted(), Gradients(link)
 
     def begins(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         nonlocal told
@@ -218,6 +261,7 @@ def watch_steps(link: Link, told: Callable[[Optimizer], within.BeganAt] | None =
         is_step = counted.is_step(optimizer)
         parts.update_ends(step_done=is_step)
         if is_step:
+            gradients.see(optimizer)
             link.optimizer_stepped()
         else:
             link.stirred()

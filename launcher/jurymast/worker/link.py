@@ -427,11 +427,12 @@ class Link:
     def next_step(self) -> int:
         return self._step + 1
 
-    def lost(self, step: int, loss: float) -> None:
-        """Report the first loss that is not finite."""
-        if not (math.isfinite(loss) or self._loss_told):
+    def lost(self, step: int, loss: float | None, of: str = "loss") -> None:
+        """Report the first loss, or other value, that is not finite; None: that there is none."""
+        told = within.NONE if loss is None else str(loss)
+        if not (self._loss_told or (loss is not None and math.isfinite(loss))):
             self._loss_told = True
-            self.emit(within.LossNotFinite(step=step, loss=str(loss)))
+            self.emit(within.LossNotFinite(step=step, loss=told, of=of))
 
     def stirred(self) -> None:
         """Show that the rank is alive although it has not finished a step."""

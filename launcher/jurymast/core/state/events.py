@@ -366,12 +366,14 @@ class TimeOutSet(Event, frozen=True, kw_only=True):
 
 
 class LossNotFinite(Event, frozen=True, kw_only=True):
-    """A rank's script says that its loss at `step` is `loss`: nan, inf or -inf. Recorded once in a run."""
+    """A rank's script says that its loss at `step` is `loss`: nan, inf or -inf; or that is seen, or of its
+    gradients, or that there are none: see `within`. Recorded once in a run."""
 
     attempt: int
     rank: int
     step: int
     loss: str
+    of: str = "loss"
 
 
 class BatchDiffers(Event, frozen=True, kw_only=True):

@@ -85,12 +85,17 @@ class TimeOutSet(FromRank, frozen=True, kw_only=True):
     seconds: float
 
 
+GRADIENT, NONE = "gradient", "none"
+
+
 class LossNotFinite(FromRank, frozen=True, kw_only=True):
-    """The script says that its loss at `step` is `loss`: nan, inf or -inf; or its backwards show that it is
-    nan since then. Said once by a rank."""
+    """The script says that its loss at `step` is `loss`: nan, inf or -inf; or its backwards, or its gradients
+    (`of` is GRADIENT), show that it is nan since then; or the optimizer has no gradients (`loss` is NONE).
+    Said once by a rank."""
 
     step: int
     loss: str
+    of: str = "loss"
 
 
 class BatchDiffers(FromRank, frozen=True, kw_only=True):
