@@ -333,7 +333,7 @@ def test_after_a_sigterm_an_agent_stays_until_its_supervisor_says_leave() -> Non
         assert made.on_sigterm(20.0) == [do.Send(msg.Terminated())]
     made.on_order(msg.GoOn(time=0.0, patience_s=1e6), 20.0)
     assert do.Leave() not in made.on_time(20.0 + 9 * machine.TERMINATED_LIMIT_S)
-    assert made.on_order(msg.Leave(), 900.0) == [do.Leave(over=False, exit_code=0)]
+    assert made.on_order(msg.Leave(), 900.0) == [do.Leave(ordered=True)]
 
 
 def test_a_sigterm_without_a_supervisor_is_told_to_the_next_or_else_the_agent_leaves() -> None:
@@ -405,7 +405,7 @@ def test_the_last_word_before_hanging_up_is_said() -> None:
 def test_an_agent_that_leaves_does_nothing_more() -> None:
     made = met()
     told = msg.Leave(over=True, exit_code=7)
-    assert made.on_order(told, 11.0)[0] == do.Leave(over=True, exit_code=7)
+    assert made.on_order(told, 11.0)[0] == do.Leave(over=True, exit_code=7, ordered=True)
     assert made.on_order(launch(1), 12.0) == []
     assert made.on_host_ended(1, {}, 12.0) == []
     assert made.on_time(99.0) == []

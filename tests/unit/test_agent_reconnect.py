@@ -154,10 +154,12 @@ async def test_an_agent_ends_a_write_when_it_is_told_to(
     assert ended.is_set()
 
 
-async def test_an_agent_of_a_run_that_is_over_is_there_until_its_disk_is_clear(
-    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("over", "last"), [(True, "forget_local"), (False, "close")])
+async def test_an_agent_that_is_sent_away_is_there_until_it_has_cleared_its_node(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool, last: str
 ) -> None:
-    """A supervisor that sees no agent any more ends the job, and Slurm kills who still removes images."""
+    """A supervisor that sees no agent any more ends the job, and Slurm kills who still removes images; or has
+    it requeued, for which Slurm needs seconds if it has to kill anybody."""
     clears, heard, cleared = asyncio.Event(), asyncio.Event(), False
     directory = RunDirectory(tmp_path / "run")
 
@@ -170,13 +172,13 @@ async def test_an_agent_of_a_run_that_is_over_is_there_until_its_disk_is_clear(
     async def serve(proven: Proven) -> None:
         supervisor = Channel.of(proven, msg.read_said)
         assert isinstance(await supervisor.receive(), msg.Hello)
-        supervisor.send(msg.Leave(over=True))
+        supervisor.send(msg.Leave(over=over))
         await clears.wait()
         for _ in range(5):  # more than were under way
             assert isinstance(await supervisor.receive(), msg.Beat)
         heard.set()
 
-    monkeypatch.setattr(NodeStorage, "forget_local", clear)
+    monkeypatch.setattr(NodeStorage, last, clear)
     async with served(serve, directory.secret()) as port:
         endpoint.announce(directory.epochs, at(port, 1))
         await asyncio.wait_for(agent.run(), LIMIT_S)

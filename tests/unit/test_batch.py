@@ -15,7 +15,7 @@ import pytest
 
 from jurymast.cluster import batch
 from jurymast.cluster.allocation import Allocation
-from jurymast.cluster.batch import BatchProcess, LocalAgents
+from jurymast.cluster.batch import Agents, BatchProcess, LocalAgents, SrunAgents
 from jurymast.cluster.control import Ending
 from jurymast.core.supervision import batch as core
 from jurymast.core.supervision.batch import (
@@ -35,6 +35,7 @@ from jurymast.core.supervision.batch import (
     StartAgents,
     StartSupervisor,
 )  # fmt: skip
+from jurymast.script.step import StepAgents
 from support.stories import Story
 from support.waiting import wait_until
 
@@ -258,3 +259,47 @@ def test_whether_slurm_has_ended_the_step_alone_is_asked_until_slurm_answers(
     assert not left
     over.set()
     assert not batch.ended_alone(KilledAgents("run", []), allocation, over), "nobody asks any more"
+
+
+# ---- srun before a requeue
+
+FOREVER = "exec sleep 1000"
+
+
+def begun_srun(place: Path, monkeypatch: pytest.MonkeyPatch, kind: str, program: str) -> Agents:
+    """Agents of this kind whose srun is a shell that runs `program`, and has begun."""
+    srun = place / "srun"
+    srun.write_text(f"#!/bin/sh\ntouch {place}/begun\n{program}\n")
+    srun.chmod(0o755)
+    if kind == "step":
+        agents: Agents = StepAgents(place, {}, subprocess.Popen([str(srun)]), 2)
+    else:
+        monkeypatch.setenv("PATH", str(place), prepend=":")
+        for name in ("survive", "unbound", "signals_tasks_alone"):
+            monkeypatch.setattr(batch, name, list)
+        agents = SrunAgents(str(place), 2)
+        agents.start(1)
+    wait_until("srun's beginning", (place / "begun").exists)
+    return agents
+
+
+@pytest.mark.parametrize("kind", ["run", "step"])
+def test_before_a_requeue_srun_may_hear_that_agents_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Slurm would have to kill them otherwise, and the job would be pending seconds later."""
+    monkeypatch.setattr("jurymast.cluster.batch.LEFT_LIMIT_S", 60.0)
+    monkeypatch.setattr("jurymast.script.step.LEFT_LIMIT_S", 60.0)
+    agents = begun_srun(tmp_path, monkeypatch, kind, f"sleep 0.2; touch {tmp_path}/ended")
+    agents.give_up()
+    assert (tmp_path / "ended").exists()
+    assert not agents.alive()
+
+
+@pytest.mark.parametrize("kind", ["run", "step"])
+def test_a_requeue_does_not_wait_for_an_srun_that_waits_for_a_dead_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    agents = begun_srun(tmp_path, monkeypatch, kind, FOREVER)
+    agents.give_up()
+    assert not agents.alive()

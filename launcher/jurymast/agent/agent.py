@@ -54,6 +54,7 @@ class Agent:
         self._sweeping: asyncio.Task[None] | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
         self._run_is_over = False  # if true, nobody restores from this node's disk any more
+        self._awaited = False  # the supervisor waits until this agent has left
         self.exit_code = INTERRUPTED
 
     async def run(self) -> None:
@@ -63,7 +64,7 @@ class Agent:
         await io.begin()
         driver.act(self.machine.start(driver.now, reachable=bool(io.address)))
         await driver.over.wait()
-        if not self._run_is_over:
+        if not self._awaited:
             self._hang_up()
         await driver.close()
         if self._host is not None:
@@ -77,8 +78,8 @@ class Agent:
         await io.keeper.close()
         if self._run_is_over:
             await io.storage.forget_local()
-        # Without agents the job of a run that is over ends, and Slurm kills what is left of it. A supervisor
-        # on this node waits for that, too.
+        # Without agents the job of a run that is over ends, and that of one that is requeued is: Slurm kills
+        # what is left of it, and takes seconds for that. A supervisor on this node waits for that, too.
         self._hang_up()
         await self._succession.close()
         await io.close()
@@ -109,7 +110,7 @@ class Agent:
                 room = self._io.keeper.room()
                 self._driver.say(msg.Foreseen(image_bytes=image, own_bytes=own, room=room))
             case do.Leave():
-                self._run_is_over = effect.over
+                self._run_is_over, self._awaited = effect.over, effect.ordered
                 self.exit_code = effect.exit_code if effect.over else INTERRUPTED
                 self._driver.spawn(self._leave(effect.grace_s))
             case do.StartTests() | do.TestDevices() | do.TestTogether() | do.EndTests():

@@ -82,7 +82,8 @@ class Agents(Protocol):
         """End the agents: the run no longer needs this allocation."""
 
     def give_up(self) -> None:
-        """End the agents, and the srun that started them, before the job is requeued."""
+        """End the agents, and the srun that started them, before the job is requeued. Those of nodes that
+        live have left, and are about to end."""
         self.end()
 
 
@@ -117,6 +118,10 @@ class SrunAgents(Agents):
         if self._process is not None:
             end_srun(self._process)
 
+    def give_up(self) -> None:
+        if self._process is not None:
+            end_srun(self._process, LEFT_LIMIT_S)
+
 
 class LocalAgents(Agents):
     """Agents on this machine. Each has a process group that stands for a node: a fault of the node is one of
@@ -148,7 +153,10 @@ class LocalAgents(Agents):
         end_strays()
 
 
-def end_srun(process: subprocess.Popen[bytes]) -> None:
+def end_srun(process: subprocess.Popen[bytes], limit_s: float = 0.0) -> None:
+    """Kill srun, unless it ends within `limit_s` by itself."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(limit_s)
     if process.poll() is None:
         process.kill()
     process.wait()
@@ -173,6 +181,9 @@ def end_with_us() -> None:
 
 SUM_UP_LIMIT_S = 10.0
 BY_STEP = "whoever ended its step in Slurm (as by scancel JOB.STEP, or the time limit of srun)"
+# Agents that have left their supervisor have ended so much later, and srun has heard it. What Slurm must kill
+# keeps the job from being pending for two to three seconds more.
+LEFT_LIMIT_S = 0.5
 SIGNALLED = 128  # the exit code of what a signal has ended, less its number
 LOOK_S = 0.5
 # How long a job whose storage is full, or fails, waits with its beginning, and between two tries.

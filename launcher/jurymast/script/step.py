@@ -32,7 +32,14 @@ import msgspec
 
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation, announced_hosts
-from jurymast.cluster.batch import Agents, BatchProcess, end_srun, end_with_us, says_killed
+from jurymast.cluster.batch import (
+    LEFT_LIMIT_S,
+    Agents,
+    BatchProcess,
+    end_srun,
+    end_with_us,
+    says_killed,
+)
 from jurymast.cluster.control import (
     STILL_RUNNING,
     binding,
@@ -265,7 +272,7 @@ class StepAgents(Agents):
         """Do nothing: commands that follow the launcher in the step's command continue."""
 
     def give_up(self) -> None:
-        end_srun(self._process)
+        end_srun(self._process, LEFT_LIMIT_S)
 
 
 class StepProcess(BatchProcess):

@@ -44,11 +44,13 @@ class Obey(Struct, frozen=True):
 
 class Leave(Struct, frozen=True):
     """End the ranks, which have `grace_s` for what they do at a SIGTERM, and then this agent. `over`: the run
-    has ended, too, with this `exit_code`, so nobody will restore from this node's disk."""
+    has ended, too, with this `exit_code`, so nobody will restore from this node's disk. `ordered`: by the
+    supervisor, which waits until that is done."""
 
     over: bool = False
     exit_code: int = 0
     grace_s: float = 0.0
+    ordered: bool = False
 
 
 # The ranks and their host.

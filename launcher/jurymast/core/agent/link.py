@@ -238,7 +238,7 @@ class SupervisorLink:
             case msg.Moved():
                 return self._change_over(order.place, now)
             case msg.Leave():
-                return [do.Leave(order.over, order.exit_code, order.grace_s)]
+                return [do.Leave(order.over, order.exit_code, order.grace_s, ordered=True)]
         return []
 
     def _peek_later(self) -> None:
