@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jurymast.core.agent.link import SupervisorLink
+from jurymast.core.agent.ranks import Ranks
 from jurymast.core.run import ladder, machine, recovery, restoring
 from jurymast.core.run.recording import Teller
 from jurymast.core.state import events as ev
+from jurymast.core.state import messages as msg
 from jurymast.core.state.run import Phase, RunState
 from jurymast.sim.cluster.plans import Fault, Plan, random_plan
 
 _tell, _handlers = Teller.on_time, machine._HANDLERS
 _fill, _found = recovery._fill, SupervisorLink.on_supervisor_found
+_heard = Ranks.on_host_message
 _ready: Any = _handlers[ev.NodeReady]
 
 
@@ -21,6 +25,18 @@ def _back_soon(seed: int) -> Plan:
     """A node's agent is killed, and another started; the run is watched for long."""
     faults = Fault(6.0, "agent", node=seed % 3, seconds=3.0), Fault(60.0, "save")
     return Plan(seed, 2, 1, 1, 5, 8, faults)
+
+
+def _of_two_tasks(seed: int) -> Plan:
+    return replace(random_plan(seed, only=("save",)), tasks=True, ranks=2)
+
+
+def _all_with_one(self: Ranks, message: Any, now: float) -> Any:
+    effects = _heard(self, message, now)
+    if isinstance(message, msg.Finished) and not self._ending:
+        self._gone()
+        self._finished = True
+    return effects
 
 
 def _never(*_: Any) -> bool:
@@ -80,6 +96,10 @@ PLANTED_INCIDENTS: dict[str, Any] = {
     "76: agents do not read where the newest supervisor is": (
         partial(random_plan, only=("power",)),
         [(SupervisorLink, "on_supervisor_found", _finds_none)],
+    ),
+    "8: an agent takes all its tasks for finished with the first": (
+        _of_two_tasks,
+        [(Ranks, "on_host_message", _all_with_one)],
     ),
     "77: a spare that takes over is told as a restart": (
         partial(random_plan, only=("power",)),

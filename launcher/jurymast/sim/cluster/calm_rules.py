@@ -120,7 +120,9 @@ class CalmRules:
             self._look_at_saves(supervisor, calm_s)
         down_s = now - max(over_at, self._up_at, state.not_before - supervisor.now + now)
         sites = [one for one in self._cluster.sites.values() if not one.ill]
-        fit = [one for one in sites if one.agent and supervisor.connected(one.name)]
+        # One that somebody removes may be there for long.
+        here = [one for one in sites if one.agent and supervisor.connected(one.name)]
+        fit = [one for one in here if oracle.untouched(one.name, 0.0)]
         tests_s, active = self._cluster.plan.settings.preflight_s or 0.0, self._cluster.plan.active
         # Another number of ranks reads what is written first.
         write_s = self._cluster.wanted.copy_s if self._cluster.wanted.least else 0.0

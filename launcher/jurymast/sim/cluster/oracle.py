@@ -645,6 +645,10 @@ class Oracle:
         runs = state.phase is Phase.RUNNING and site.name in {*state.places} - state.finished
         if runs and (ranks.attempt != state.attempt or ranks.state in ("waiting", "warming")):
             return f"{ranks.state} in attempt {ranks.attempt}, running is {state.attempt}"
+        host = agent.host
+        member = host.member if host is not None and ranks.state == "finished" else None
+        if host is not None and host.group is not None and member is not None and host.group.runs(member):
+            return f"takes all its ranks of attempt {ranks.attempt} for finished"
         unknown = [
             id for id in agent.machine.writes.phased() if not supervisor.machine.checkpoints.writes.knows(id)
         ]

@@ -43,7 +43,10 @@ class SimTasks(SimGroup):
     @property
     def any_runs(self) -> bool:
         """Whether some task runs, or is about to be told as ended."""
-        return any(not member.gone and self._running(member) for member in self.members.values())
+        return any(map(self.runs, self.members.values()))
+
+    def runs(self, member: SimMember) -> bool:
+        return not member.gone and bool(self._running(member))
 
     def join(self, place: int, member: SimMember) -> None:
         if not self.members:

@@ -106,6 +106,10 @@ class SimGroup:
         left = [member for member in self.members.values() if member.left]
         return self.finished or len(left) == self.order.world
 
+    def runs(self, member: SimMember) -> bool:
+        """Whether some rank of this node has not ended."""
+        return not (member.gone or member.left)
+
     # ---- rendezvous
 
     def join(self, place: int, member: SimMember) -> None:
