@@ -22,7 +22,7 @@ from jurymast.journal import JournalWriter, first_events
 from jurymast.rundir import RunDirectory, write_atomically, write_json
 from jurymast.script import recognise, shims
 from jurymast.script.job import interpreter, warn_if_none_reached
-from jurymast.script.output import Output, relayed
+from jurymast.script.output import NUMBER_FILE, Output, relayed
 from jurymast.script.recognise import (
     in_container,
     names_python,
@@ -653,9 +653,13 @@ def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: R
 
 
 def test_a_launcher_that_does_not_find_us_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = ["python", "-I", "-m", "torch.distributed.run", "train.py"]
+    warn_if_unreached(tmp_path, launcher)
+    assert capsys.readouterr().err == "", "srun did not start it"
+    (tmp_path / NUMBER_FILE).touch()
     warn_if_unreached(tmp_path, ["python", "prepare.py"])
     assert capsys.readouterr().err == ""
-    warn_if_unreached(tmp_path, ["python", "-I", "-m", "torch.distributed.run", "train.py"])
+    warn_if_unreached(tmp_path, launcher)
     assert "no launcher in this step found jurymast" in capsys.readouterr().err
     (tmp_path / REACHED).touch()
     warn_if_unreached(tmp_path, ["torchrun", "--nnodes=1", "train.py"])
