@@ -302,3 +302,50 @@ def test_independent_tasks_finish_although_one_fails(cluster: Cluster, tmp_path:
     numbers = [f"said: number {number} of 4" for number in range(4)]
     assert said == [*ends, *numbers, "said: killed 143"], printed
     assert "python shard.py: taken for 2 independent tasks" in printed
+
+
+LEAVES = """import os, signal, subprocess, sys
+from multiprocessing.shared_memory import SharedMemory
+import torch.distributed as dist
+SERVES = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 29888)); print('up', flush=True)"
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+memory = SharedMemory(name="of-the-rank", create=True, size=1 << 20)
+command = [sys.executable, "-c", SERVES + "; time.sleep(3600)"]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+assert child.stdout.readline() == "up\\n", "the port is in use"
+dist.barrier()
+if os.environ["JURYMAST_ATTEMPT"] == "1":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+memory.close()
+memory.unlink()
+print("said: trained", flush=True)
+dist.destroy_process_group()
+"""
+AFTER_IT = """import os, socket
+with socket.socket() as found:
+    found.bind(("127.0.0.1", 29888))
+print("said: free", "of-the-rank" in os.listdir("/dev/shm"), flush=True)
+"""
+LEFT = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out --partition=main
+srun torchrun --nnodes=2 --nproc-per-node=1 leaves.py
+srun python after_it.py
+"""
+
+
+def test_what_a_killed_rank_leaves_is_gone_before_the_next_attempt(cluster: Cluster, tmp_path: Path) -> None:
+    """Named shared memory, and a child in a session of its own; after the training as well."""
+    work = cluster.shared / tmp_path.name
+    cluster.login(["mkdir", str(work)])
+    (work / "leaves.py").write_text(LEAVES)
+    (work / "after_it.py").write_text(AFTER_IT)
+    run = submit_script(cluster, work, LEFT, "--spares=0")
+    state = run.wait_end(LIMIT_S)
+    assert (state.attempt, state.exit_code) == (2, 0), run.story()
+    cluster.wait_job(run.job, "COMPLETED", deadline_s=LIMIT_S)
+    printed = (work / "out").read_text()
+    said = [line for line in printed.splitlines() if line.startswith("said")]
+    assert said == ["said: trained"] * 2 + ["said: free False"] * 2, printed

@@ -605,8 +605,8 @@ class Step:
 
 
 def warn_if_unreached(folder: Path, command: Sequence[str]) -> None:
-    """Say so if a step's command names a launcher, and none in it has found jurymast. srun may have refused to
-    start the command."""
+    """Say so if a step's command names a launcher, and none in it has found jurymast. srun may have refused
+    to start the command."""
     began = (folder / NUMBER_FILE).exists()
     if began and not (folder / REACHED).exists() and starts_launcher(command, read_shell_script, os.environ):
         say(f"no launcher in this step {UNREACHED}, and ran on all nodes of the job ({REACHES})")
