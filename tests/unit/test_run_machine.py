@@ -266,6 +266,20 @@ def test_an_agent_that_restarts_takes_its_ranks_with_it() -> None:
     assert story.last(Launch).placement == ("n2", "n1")
 
 
+def test_a_node_found_bad_while_the_ranks_are_stopped_for_a_lost_one_is_excluded_as_well() -> None:
+    story = Story(active=2, spares=0).running()
+    story.lost("n1")
+    story.feed(
+        ev.HealthFound(
+            t=story.t, node="n2", probe="nvml", code="xid-79", verdict="bad", kind="hardware",
+            message="the GPU fell off the bus", at=story.t,
+        )
+    )  # fmt: skip
+    story.stopped()
+    assert story.last(Requeue).exclude == ("n1", "n2")
+    assert [blame.node for blame in story.state.blames] == ["n2"]
+
+
 def test_an_agent_that_restarts_gets_its_place_back_when_there_is_no_spare() -> None:
     story = Story(active=2, spares=0).running()
     story.feed(ev.NodeJoined(t=story.t, node="n2", address="10.0.0.2", incarnation="new"))

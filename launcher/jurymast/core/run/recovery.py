@@ -25,7 +25,7 @@ from jurymast.core.run.decision import Decision
 from jurymast.core.state.effects import Dismiss, Finish, Instruction, Launch, Requeue, StopWorkers
 from jurymast.core.state.events import WorkerFailed
 from jurymast.core.state.failure_rate import AFTER_REPAIR_S, INFRASTRUCTURE, FrailNode
-from jurymast.core.state.findings import STORAGE, Finding
+from jurymast.core.state.findings import STORAGE, Finding, Verdict
 from jurymast.core.state.incident import (
     AHEAD,
     Incident,
@@ -347,13 +347,28 @@ def _take_out(
 def _requeue(state: RunState, reason: str) -> list[Instruction]:
     oldest = state.now - state.settings.exclusion_s
     state.excluded = {name: told for name, told in state.excluded.items() if told.at > oldest}
+    dismissed = _found_meanwhile(state)
     for node in state.nodes.values():
         if node.role is Role.FAILED and not node.faultless:
             state.excluded[node.name] = Exclusion(node.reason, state.now)
             note_failure(state, node)
     state.phase, state.deadline, state.placement = Phase.REQUEUED, None, ()
     state.started, state.finished = set(), set()
-    return [Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)]
+    return [*dismissed, Requeue(exclude=tuple(sorted(state.excluded)), reason=reason)]
+
+
+def _found_meanwhile(state: RunState) -> list[Instruction]:
+    """Put out nodes that are known to be bad, but are not why the run leaves: it need not have them again."""
+    instructions: list[Instruction] = []
+    for node in state.nodes.values() if state.settings.bad_nodes != "report" else ():
+        if not node.findings or node.role is Role.FAILED:
+            continue
+        finding = blame.standing(state, node)
+        if finding is None or finding.verdict is not Verdict.BAD:
+            continue
+        if not blame.beyond_limits(state, node.name):
+            instructions += blame.put_out(state, blame.blame_for(state, node.name, finding))
+    return instructions
 
 
 def _start(state: RunState, came: int | None) -> list[Instruction]:

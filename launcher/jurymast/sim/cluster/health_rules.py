@@ -120,7 +120,9 @@ class HealthRules:
         if healthy:
             self._oracle.fail(NO_BLAME, f"{sorted(healthy)} are excluded: {requeue.reason}")
         # What is found between the decision and the job's end still counts for the next job.
-        bad = {blame.node for blame in state.blames if blame.bad} - {*state.excluded}
+        bad = {blame.node for blame in state.blames if blame.bad}
+        found = {name for name in self._found if self._cluster.sites[name].ill == health.LOST}
+        bad = (bad | found if len(found) == 1 else bad) - {*state.excluded}
         if bad:
             self._oracle.fail(OUT, f"{sorted(bad)} are not excluded: {requeue.reason}")
 
