@@ -436,14 +436,14 @@ def test_no_rule_is_broken() -> None:
 
 @pytest.mark.parametrize("how", ["drained", "admin drains"])
 def test_a_node_that_is_to_leave_leaves_also_if_another_is_lost_first(how: str) -> None:
-    for seed in range(10):
+    for seed in range(4):
         result = run(removed_while_another_is_lost(seed, how))
         assert not result.broken, result.broken
 
 
 def test_ranks_that_stand_still_for_a_move_wait_no_longer_than_until_their_save_is_known() -> None:
     """What follows the save is decided with the message that completes it, not with the next look."""
-    for seed in range(5):
+    for seed in range(2):
         cluster = Cluster(Plan(seed, 3, 1, 1, 5, 8, (Fault(6.0, "drained", node=2, seconds=200.0),)))
         cluster.run()
         entries = [*cluster.disk.entries()]
