@@ -182,7 +182,7 @@ def end_with_us() -> None:
 SUM_UP_LIMIT_S = 10.0
 BY_STEP = "whoever ended its step in Slurm (as by scancel JOB.STEP, or the time limit of srun)"
 # Agents that have left their supervisor have ended so much later, and srun has heard it. What Slurm must kill
-# keeps the job from being pending for two to three seconds more.
+# keeps the job from being pending for up to three seconds more.
 LEFT_LIMIT_S = 0.5
 SIGNALLED = 128  # the exit code of what a signal has ended, less its number
 LOOK_S = 0.5
