@@ -59,6 +59,11 @@ from support.planted_told import step_ends
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "what a preempted attempt had restored was told of the next": (
+        '{"seed":129100359,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"pool":1,"members":1,'
+        '"spread":"twins","at_term":"goes on","faults":[{"at":10.03,"kind":"rank","node":0},'
+        '{"at":11.0,"kind":"grace","node":2,"other":1,"seconds":0.52}]}'
+    ),
     "a node that joined as its small job was ended was blamed for leaving": (
         '{"seed":128201238,"active":4,"spares":1,"ranks":1,"cadence_steps":5,"room":8,"pool":2,"renews":true,'
         '"spread":"twins","at_term":"leaves by signal","faults":['

@@ -581,7 +581,7 @@ def _launch(state: RunState, placement: tuple[str, ...], reason: str) -> list[In
         state.nodes[name].become(Role.ACTIVE, f"group rank {rank}", state.now)
         state.nodes[name].ready = False
     if state.incident is not None:
-        state.incident.launched_at, state.incident.in_process = state.now, spare
+        state.incident.launches(state.now, in_process=spare)
     master = state.nodes[placement[0]]
     launch = Launch(
         attempt=state.attempt, placement=placement, master_address=master.address,

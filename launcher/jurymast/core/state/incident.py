@@ -215,6 +215,11 @@ class Incident:
     def open(self) -> bool:
         return self.ended_at is None
 
+    def launches(self, t: float, *, in_process: bool) -> None:
+        """Ranks are launched, maybe once more: what those before them had restored counts no longer."""
+        self.launched_at, self.in_process = t, in_process
+        self.started_at, self.restored_at, self.restore_s = None, None, 0.0
+
     def end_unrecovered(self, t: float, stepped_at: float | None, until: float) -> None:
         """End it at `t`, before all lost steps were done again. Of these, some were from `stepped_at`, the
         attempt's first step, `until` then."""
