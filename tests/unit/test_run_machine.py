@@ -332,19 +332,6 @@ def test_an_allocation_lost_without_a_word_is_an_incident() -> None:
     assert story.state.restarts == 1
 
 
-def test_what_an_attempt_restored_that_the_job_s_end_cut_short_is_not_told_of_the_next() -> None:
-    story = Story(active=2, spares=0).running()
-    story.failed(0)
-    story.stopped()
-    story.ranks_up().restored(10)
-    assert story.incident.step_restored == 10
-    story.feed(ev.AllocationEnded(t=story.t, slurm_job="17", why="preempted"))
-    story.allocated("n5", "n6", restarts=1)
-    assert (story.incident.started_at, story.incident.restored_at) == (None, None)
-    story.ranks_up()
-    assert story.incident.started_at is not None
-
-
 def test_too_few_nodes_come_up() -> None:
     story = Story(active=2, spares=0).submitted()
     story.feed(

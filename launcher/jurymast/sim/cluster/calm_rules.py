@@ -110,7 +110,12 @@ class CalmRules:
         up = state.phase is Phase.RUNNING and all(map(supervisor.connected, state.placement))
         newest = oracle.newest
         up = up and newest is not None and (not newest.over or newest.caught != "" or newest.has_ended)
-        if not calm or up:
+        sites = [one for one in self._cluster.sites.values() if not one.ill]
+        # One that somebody removes may be there for long.
+        here = [one for one in sites if one.agent and supervisor.connected(one.name)]
+        fit = [one for one in here if oracle.untouched(one.name, 0.0)]
+        enough = len(fit) >= self._cluster.plan.active
+        if not calm or up or not enough:
             self._up_at = now
         if not calm or not up or not oracle.trains:
             self._down_at = now
@@ -119,16 +124,12 @@ class CalmRules:
             self._look_at_steps(calm_s)
             self._look_at_saves(supervisor, calm_s)
         down_s = now - max(over_at, self._up_at, state.not_before - supervisor.now + now)
-        sites = [one for one in self._cluster.sites.values() if not one.ill]
-        # One that somebody removes may be there for long.
-        here = [one for one in sites if one.agent and supervisor.connected(one.name)]
-        fit = [one for one in here if oracle.untouched(one.name, 0.0)]
-        tests_s, active = self._cluster.plan.settings.preflight_s or 0.0, self._cluster.plan.active
+        tests_s = self._cluster.plan.settings.preflight_s or 0.0
         # Another number of ranks reads what is written first.
         write_s = self._cluster.wanted.copy_s if self._cluster.wanted.least else 0.0
         # A node that stays away may be missed first when others have stopped their ranks.
         missed_s = MISSED_S if oracle.misses_nodes else 0.0
-        if down_s > UP_S + tests_s + write_s + missed_s and len(fit) >= active and not state.ended:
+        if down_s > UP_S + tests_s + write_s + missed_s and not state.ended:
             oracle.fail(UP_AGAIN, f"{state.phase.value} for {down_s:.1f} s")
 
     def _look_at_incidents(self, supervisor: SimSupervisor) -> None:
