@@ -26,6 +26,7 @@ import pytest
 from jurymast import foreign
 from jurymast.cluster.allocation import Allocation
 from jurymast.core.run.notices import Notice, Quota, due
+from jurymast.core.state import events as ev
 from jurymast.core.state.incident import CAUSES, Alert
 from jurymast.core.state.settings import Exposure, Receiver, Settings
 from jurymast.core.supervision.batch import SUPERSEDED
@@ -207,6 +208,20 @@ def test_a_run_that_goes_on_is_left_at_once(tmp_path: Path) -> None:
         process.stdin.close()
         assert process.wait(60) == 0
     assert directory.notices_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_loss_that_is_nan_is_told_at_once_and_at_the_end(tmp_path: Path) -> None:
+    told, story = tmp_path / "told", Story().running(20)
+    for step in (21, 22):
+        story.feed(ev.LossNotFinite(t=story.t, attempt=1, rank=2, step=step, loss="nan"))
+    story.stepped(40).finished()
+    with notifying(telling(story, tmp_path / "run", to_file(told)), tmp_path / "log"):
+        wait_until("both notices", lambda: len(lines(told)) == 2)
+    alert, finished = lines(told)
+    assert (alert["kind"], alert["next"]) == ("alert", f"jurymast status {story.plan.run}")
+    assert alert["text"] == "the loss was nan at step 21 (rank 2), and the training goes on"
+    assert finished["text"].startswith("the run succeeded: ")
+    assert "\nwarning: the loss was nan at step 21 (rank 2): what was trained since is" in finished["text"]
 
 
 def test_the_next_command_comes_with_a_failure(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -220,8 +221,9 @@ def test_a_skipped_save_does_not_hide_that_storage_fails(tmp_path: Path) -> None
 def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) -> None:
     story = swapped()
     alert = Alert("storage full", story.t, story.t, "storage-full on /runs: 100 % full", {"n1": None})
+    nowhere = replace(alert, message="the loss was nan", nodes={})
     told = Condition(
-        state="succeeded", step=99, alerts=(alert,),
+        state="succeeded", step=99, alerts=(alert, nowhere),
         waits="the checkpoint of step 99 is on its way to /runs", journal="No space left on device",
     )  # fmt: skip
     view = watcher(story, tmp_path).view(ALIVE, story.t + 90.0, told)
@@ -230,6 +232,7 @@ def test_the_supervisor_is_believed_where_the_journal_is_behind(tmp_path: Path) 
     shown = text(status_blocks(view, now=story.t))
     assert "; the checkpoint of step 99 is on its way to /runs (jurymast cancel ends this wait)" in shown
     assert "on n1: storage-full on /runs" in shown
+    assert re.search(r"alert +[-0-9:]+( [0-9:]+)?: the loss was nan", shown)
 
 
 @pytest.mark.parametrize(

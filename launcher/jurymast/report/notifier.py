@@ -46,6 +46,7 @@ def message_of(notice: Notice, watcher: StatusWatcher) -> Message:
     if notice.last:
         text, *more = end_lines(state, Liveness("ended", state.phase.value))
         following = next((line.removeprefix("  next: ") for line in more if line.startswith("  next: ")), "")
+        text = "\n".join([text, *(line.strip() for line in more if line.startswith("  warning: "))])
     elif notice.kind == "alert":
         text, following = state.alerts[notice.number].message, f"jurymast status {state.run}"
     else:

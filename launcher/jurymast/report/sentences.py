@@ -9,7 +9,7 @@ from jurymast.core.judges.attribution import describe_exit
 from jurymast.core.state.findings import APPLICATION, SYMPATHETIC
 from jurymast.core.state.images import LIVE, MEMORY
 from jurymast.core.state.incident import because
-from jurymast.core.state.texts import request, reservation
+from jurymast.core.state.texts import on, request, reservation
 from jurymast.journal import single
 from jurymast.report.text import amounts, begins, count, duration, one_line, size, some
 
@@ -316,7 +316,7 @@ _DECISIONS: dict[str, Callable[[Entry], str]] = {
         + f", for {duration(e['limit_s'])} at most"
     ),
     "Dismiss": lambda e: f"dismiss node {e['node']}",
-    "RaiseAlert": lambda e: f"ALERT on {some(list(e['nodes']))}",
+    "RaiseAlert": lambda e: f"ALERT{on(e['nodes'])}",
     "Requeue": lambda e: f"requeue, excluding {some(list(e['exclude'])) or 'no node'}",
     "Finish": lambda e: (
         f"the run {e['state']} with exit code {e['exit_code']}"

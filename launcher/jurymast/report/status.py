@@ -21,6 +21,7 @@ from jurymast.core.state.images import MEMORY, PEER, SHARED
 from jurymast.core.state.run import Phase, Role, RunState, failure_rate
 from jurymast.core.state.schedule import NEVER, Schedule
 from jurymast.core.state.settings import RunPlan
+from jurymast.core.state.texts import on
 from jurymast.core.state.within import NONE
 from jurymast.errors import RunCancelledError, RunFailedError
 from jurymast.journal import Entry
@@ -548,7 +549,7 @@ def status_blocks(view: View, *, now: float, everything: bool = False) -> list[B
     blocks += [Line(f"warning    {text}", "bold yellow", INDENT) for text in view["warnings"]]
     alerts = view["alerts"] if everything else view["alerts"][-ALERTS_LISTED:]
     blocks += [
-        Line(f"alert      {_clock(a['at'])} on {some(a['nodes'])}: {a['message']}", "bold yellow", INDENT)
+        Line(f"alert      {_clock(a['at'])}{on(a['nodes'])}: {a['message']}", "bold yellow", INDENT)
         for a in alerts
     ]
     blocks += traceback_blocks(view)

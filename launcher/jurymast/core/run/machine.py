@@ -31,6 +31,7 @@ from jurymast.core.state.run import (
     TierState,
 )
 from jurymast.core.state.texts import NODES_TOLD, reservation, some
+from jurymast.core.state.within import NONE
 from jurymast.errors import RunCancelledError, RunFailedError
 
 # A silence that comes back without a new step before it may be no hang: it has twice the time, until there is
@@ -481,8 +482,13 @@ def _time_out_set(state: RunState, event: ev.TimeOutSet) -> None:
     state.time_out_s = max(state.time_out_s, event.seconds)
 
 
-def _loss_not_finite(state: RunState, event: ev.LossNotFinite) -> None:
-    state.loss = state.loss or event
+def _loss_not_finite(state: RunState, event: ev.LossNotFinite) -> list[Instruction]:
+    if state.loss is not None:
+        return []
+    state.loss = event
+    what = f"the {event.of} was {event.loss}" if event.loss != NONE else "the optimizer had no gradients"
+    message = f"{what} at step {event.step} (rank {event.rank}), and the training goes on"
+    return blame.raise_alert(state, "loss", message, ())
 
 
 def _batch_differs(state: RunState, event: ev.BatchDiffers) -> None:

@@ -61,6 +61,11 @@ def some(names: Sequence[str], most: int = 6, separator: str = ", ") -> str:
     return f"{separator.join(names[:most])} and {len(names) - most} more"
 
 
+def on(nodes: Sequence[str]) -> str:
+    """Return " on n1, n2"; "" for what is on no node."""
+    return f" on {some(nodes)}" if nodes else ""
+
+
 def count(number: int, thing: str) -> str:
     """Return a number with its noun: 1 node, 2 nodes."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
