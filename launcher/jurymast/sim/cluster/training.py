@@ -4,6 +4,7 @@ together."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from jurymast.sim.cluster.cluster import Cluster
 
 RETRY_S = 0.1
+# So long ranks wait for memory that are to be placed anew after a save, in seconds.
+ROOM_LIMIT_S = 30.0
 # Ranks that may go on in their processes wait so long to hear that the attempt has ended.
 HOLD_LIMIT_S = 10.0
 STALL_S, GO_ON_S = (0.001, 0.02), (0.01, 0.2)
@@ -278,6 +281,9 @@ class SimGroup:
             if due and self.refused:
                 yield from self._save_together()
             else:
+                yield from self._make_room(due)
+                if self.over:
+                    return
                 for member in due:
                     self._save(member)
             if self.over:
@@ -345,6 +351,18 @@ class SimGroup:
         error = str(done) if isinstance(done, OSError) else ""
         stall_s = self.cluster.world.now - began
         first.rank_said(within.Saved(step=self.step, tier=SHARED, ok=not error, stall_s=stall_s, error=error))
+        self.phase = "training"
+
+    def _make_room(self, due: Sequence[SimMember]) -> Steps[None]:
+        """Ranks that are to be placed anew wait for memory: see `Checkpointer`."""
+        end, world = self.cluster.world.now + ROOM_LIMIT_S, self.cluster.world
+        moving = [one.agent.keeper for one in due if one.follower.stays(self.step)]
+        ranks = range(self.cluster.ranks_per_node)
+        while not all(keeper.free(local) for keeper in moving for local in ranks):
+            self.phase = "saving"
+            if self.over or self.refused or world.now > end:
+                break
+            yield world.now + RETRY_S
         self.phase = "training"
 
     def _save(self, member: SimMember) -> None:
