@@ -59,6 +59,16 @@ from support.planted_told import step_ends
 SEEDS = range(200)
 # Each broke a rule once.
 MENDED = {
+    "ranks that were to be placed anew skipped each save for want of memory": (
+        '{"seed":129100148,"active":3,"spares":0,"ranks":2,"cadence_steps":5,"room":8,"tests":true,"lives":true,'
+        '"spread":"twins","least":2,"pool":0,"faults":[{"at":3.71,"kind":"power","node":2,"other":1,'
+        '"seconds":39.47},{"at":19.52,"kind":"supervisor","node":2,"other":1}]}'
+    ),
+    "a run that held its nodes for another was told to be down": (
+        '{"seed":129100563,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":1,"copy_s":7.2,'
+        '"at_term":"stays","kill_on_bad_exit":true,"spread":"twins","least":1,"pool":2,'
+        '"faults":[{"at":11.26,"kind":"power","node":1,"other":2}]}'
+    ),
     "what a preempted attempt had restored was told of the next": (
         '{"seed":129100359,"active":3,"spares":0,"ranks":1,"cadence_steps":5,"room":8,"pool":1,"members":1,'
         '"spread":"twins","at_term":"goes on","faults":[{"at":10.03,"kind":"rank","node":0},'
