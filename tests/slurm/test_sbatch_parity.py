@@ -177,7 +177,10 @@ def binding(place: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-@pytest.mark.parametrize("script", [BOUND, INHERITED], ids=["bound", "inherited"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(BOUND, id="bound"), pytest.param(INHERITED, id="inherited", marks=pytest.mark.long)],
+)
 def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     binding: Cluster, tmp_path: Path, script: str
 ) -> None:

@@ -100,10 +100,15 @@ def to_three_nodes_and_back(
     return run, state
 
 
-HOW = pytest.mark.parametrize("how", [(), ("--sharded",)], ids=["DDP", "FSDP2"])
+def of_kinds(long: str) -> pytest.MarkDecorator:
+    """Both kinds of models; the tests of this file show nearly the same of each."""
+    kinds = {"DDP": (), "FSDP2": ("--sharded",)}
+    marks = {long: [pytest.mark.long]}
+    cases = [pytest.param(how, id=name, marks=marks.get(name, ())) for name, how in kinds.items()]
+    return pytest.mark.parametrize("how", cases)
 
 
-@HOW
+@of_kinds(long="FSDP2")
 def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how: tuple[str, ...]) -> None:
     run, _ = to_three_nodes_and_back(cluster, tmp_path, POLICY, how)
     code, told, error = jurymast(cluster, "report", str(run.job), "--runs", str(run.directory.root.parent))
@@ -116,7 +121,7 @@ def test_from_four_nodes_to_three_and_back(cluster: Cluster, tmp_path: Path, how
 SELDOM = "checkpoint: {tiers: {shared: {every: 1h}}}\n"
 
 
-@HOW
+@of_kinds(long="DDP")
 def test_without_storage_the_state_comes_out_of_memory(
     cluster: Cluster, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
