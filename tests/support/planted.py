@@ -510,7 +510,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         exactly(_away_for_a_moment),
         [(Replicas, "tell_safe", _nothing)],
     ),
-    "6: hangs are not noticed": (of("hang"), [(Hangs, "on_time", _nothing)]),
+    "17: hangs are not noticed": (of("hang"), [(Hangs, "on_time", _nothing)]),
     "7: the supervisor's pauses count": (
         of("stall"),
         [(silence.WatcherClock, "tick", _all_time_counts)],
@@ -527,7 +527,7 @@ PLANTED: dict[str, tuple[Plans, list[Patch]]] = {
         of("power", "preempted", "grace", "killed"),
         [(ends, "_preempted_while_leaving", lambda _: False)],
     ),
-    "7: agents cling to a late supervisor": (
+    "76: agents cling to a late supervisor": (
         of("power", "stall", "freeze"),
         [(silence, "patience_s", _long_patience), (link, "PEEK_EVERY_S", 60.0)],
     ),
