@@ -198,7 +198,7 @@ def of(*kinds: str) -> Plans:
 
 def of_tasks(*kinds: str) -> Plans:
     """The same for a run of independent tasks."""
-    return lambda seed: replace(random_plan(seed, only=kinds), tasks=True)
+    return lambda seed: replace(random_plan(seed, only=kinds), tasks=True, kill_on_bad_exit=False)
 
 
 def _exactly_of_tasks(faults: Callable[[Random], tuple[Fault, ...]]) -> Plans:

@@ -97,7 +97,7 @@ PLANTED_INCIDENTS: dict[str, Any] = {
         partial(random_plan, only=("power",)),
         [(SupervisorLink, "on_supervisor_found", _finds_none)],
     ),
-    "8: an agent takes all its tasks for finished with the first": (
+    "6: an agent takes all its tasks for finished with the first": (
         _of_two_tasks,
         [(Ranks, "on_host_message", _all_with_one)],
     ),
