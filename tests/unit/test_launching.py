@@ -26,13 +26,22 @@ from support.stories import Story
 from support.successor import Successor, launches
 
 
-def waits_for(nodes: list[str], here: list[str], away: list[str], copies: Copies, fenced: bool = True) -> str:
+def waits_for(
+    nodes: list[str],
+    here: list[str],
+    away: list[str],
+    copies: Copies,
+    *,
+    fenced: bool = True,
+    attempt: int = 2,
+) -> str:
     watch: Any = SimpleNamespace(here=set(here), away=lambda: away)
     checkpoints: Any = SimpleNamespace(copies=copies)
     one = Launching(Story().state, watch, checkpoints, "/runs/a")
     one._fenced = fenced
     placement = tuple(nodes)
-    return one.waits_for(Launch(attempt=1, placement=placement, master_address="", master_port=1, reason=""))
+    launch = Launch(attempt=attempt, placement=placement, master_address="", master_port=1, reason="")
+    return one.waits_for(launch)
 
 
 def test_what_a_launch_waits_for_is_said_in_words() -> None:
@@ -40,6 +49,7 @@ def test_what_a_launch_waits_for_is_said_in_words() -> None:
     none = Copies()
     assert waits_for(nodes, nodes, [], none) == ""
     assert waits_for(nodes, nodes, ["s1"], none) == "the agents of s1"
+    assert waits_for(nodes, nodes, ["s1"], none, attempt=1) == ""  # nothing has been saved
     assert waits_for(nodes, ["n0", "n1"], [], none) == "the agents of n2, n3, n4, n5, n6 and 2 more"
     assert "/runs/a" in waits_for(nodes, [], [], none, fenced=False)
 

@@ -215,7 +215,8 @@ class Departure:
         for_good = self._own or not self.unexplained
         effects = self._checkpoints.secure(now, for_good=for_good)
         # While Slurm ends the job no node counts as lost: those that would are not waited for.
-        more = {*may_know_more(self._watch, self._checkpoints)}.difference(self._watch.silent(now))
+        more = {*may_know_more(self._state.attempt, self._watch, self._checkpoints)}
+        more -= {*self._watch.silent(now)}
         if not for_good:
             return effects
         secured = self._checkpoints.final_write.secured and not more

@@ -25,10 +25,11 @@ RESHARD_STILL_S = 300.0
 LOOKS_A_SECOND = 10_000.0
 
 
-def may_know_more(watch: Watch, checkpoints: Checkpoints) -> list[str]:
+def may_know_more(attempts: int, watch: Watch, checkpoints: Checkpoints) -> list[str]:
     """Return the nodes that are to return, as after a take-over, if one of them may have the only image of
-    something: without them the newest state is not whole."""
-    away = watch.away()
+    something: without them the newest state is not whole. If no attempt was made yet (`attempts` is their
+    number), none has."""
+    away = watch.away() if attempts else []
     return away if away and not checkpoints.copies.newest_is_whole() else []
 
 
@@ -92,7 +93,8 @@ class Launching:
         """Return what the launch has to wait for; "" for nothing."""
         if not self._fenced:
             return f"the run directory {self._directory}, which does not answer"
-        missing = {*launch.placement} - self._watch.here or may_know_more(self._watch, self._checkpoints)
+        missing = {*launch.placement} - self._watch.here
+        missing = missing or {*may_know_more(launch.attempt - 1, self._watch, self._checkpoints)}
         return f"the agents of {some(sorted(missing), NAMED_MAX)}" if missing else ""
 
     def _tell(self, launch: Launch, now: float) -> list[Effect]:
