@@ -41,10 +41,14 @@ def test_a_loss_that_stays_nan_is_told_once_with_the_first_step(
 
 
 def trained(
-    monkeypatch: pytest.MonkeyPatch, gradient: Callable[[int], float | None], *, scaled: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    gradient: Callable[[int], float | None],
+    *,
+    scaled: bool = False,
+    sizes: tuple[int, int] = (9, 2),
 ) -> list[within.FromRank]:
-    """What is told of 40 steps of an optimizer with this `gradient` at each. `scaled`: by a scaler that has
-    the optimizer leave steps out."""
+    """What is told of 40 steps of an optimizer with this `gradient` at each, and parameters of these
+    `sizes`. `scaled`: by a scaler that has the optimizer leave steps out."""
     torch = pytest.importorskip("torch")
     from jurymast.worker.hooks import Gradients
     from jurymast.worker.link import Link
@@ -52,7 +56,7 @@ def trained(
     link, found = Link(None, "", 0), list[within.FromRank]()
     monkeypatch.setattr(link, "emit", found.append)
     looks = Gradients(link)
-    large, small = torch.zeros(9, requires_grad=True), torch.zeros(2, requires_grad=True)
+    large, small = (torch.zeros(size, requires_grad=True) for size in sizes)
     optimizer = torch.optim.SGD([{"params": [large]}, {"params": [small]}], 0.1)
     if scaled:
         optimizer.found_inf = torch.ones(1)
@@ -79,6 +83,12 @@ def test_steps_without_any_gradient_are_told_as_training_nothing(monkeypatch: py
     told = trained(monkeypatch, lambda step: None)
     assert told == [within.LossNotFinite(step=24, loss="none", of="gradient")]
     assert trained(monkeypatch, lambda step: 1.0 if step % 16 else None) == []
+
+
+def test_a_rank_whose_parameters_are_all_on_other_ranks_has_no_gradients_to_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert trained(monkeypatch, lambda step: None, sizes=(0, 0)) == []
 
 
 class Gpu:

@@ -10,6 +10,7 @@ from jurymast.core.state.findings import APPLICATION, SYMPATHETIC
 from jurymast.core.state.images import LIVE, MEMORY
 from jurymast.core.state.incident import because
 from jurymast.core.state.texts import on, request, reservation
+from jurymast.core.state.within import NONE
 from jurymast.journal import single
 from jurymast.report.text import amounts, begins, count, duration, one_line, size, some
 
@@ -207,6 +208,12 @@ def _straggling(e: Entry) -> str:
     return f"node {e['node']} is {e['slowness']:.1f} times as slow as the others: {e['evidence']}"
 
 
+def _loss_not_finite(e: Entry) -> str:
+    if e["loss"] == NONE:
+        return f"rank {e['rank']} says that its optimizer has no gradients at step {e['step']}"
+    return f"rank {e['rank']} says that its {e.get('of', 'loss')} at step {e['step']} is {e['loss']}"
+
+
 def _stacks_taken(e: Entry) -> str:
     stood = [f"rank {rank} {place}" for rank, place in zip(e["ranks"], e["places"], strict=False)]
     return f"before the stop on {e['node']}: {some(stood, 4)}"
@@ -289,9 +296,7 @@ _EVENTS: dict[str, Callable[[Entry], str]] = {
     "NodeTested": _node_tested,
     "Straggling": _straggling,
     "StacksTaken": _stacks_taken,
-    "LossNotFinite": lambda e: (
-        f"rank {e['rank']} says that its {e.get('of', 'loss')} at step {e['step']} is {e['loss']}"
-    ),
+    "LossNotFinite": _loss_not_finite,
     "BatchDiffers": lambda e: (
         f"the batch of a step differs while there are {e['ranks']} of {e['wanted']} ranks: {e['why']}"
     ),

@@ -179,7 +179,7 @@ class Losses:
             self._link.lost(self._since, value, self._of)
 
 
-# So often it is looked at a gradient.
+# Steps from one look at a gradient to the next.
 GRADIENT_EVERY = 8
 
 
@@ -206,8 +206,12 @@ class Gradients:
             return
         groups = [group["params"] for group in optimizer.param_groups]
         if self._place is None or groups[self._place[0]][self._place[1]].grad is None:
-            places = ((g, p) for g, group in enumerate(groups) for p in range(len(group)))
-            there = [(g, p) for g, p in places if groups[g][p].grad is not None]
+            # FSDP and ZeRO may leave a rank without elements of its own, and so without a gradient.
+            places = [(g, p) for g, group in enumerate(groups) for p in range(len(group))]
+            own = [(g, p) for g, p in places if groups[g][p].numel()]
+            if not own:
+                return
+            there = [(g, p) for g, p in own if groups[g][p].grad is not None]
             self._place = min(there, key=lambda at: groups[at[0]][at[1]].numel(), default=None)
         if self._place is None:
             self._without += 1
