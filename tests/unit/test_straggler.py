@@ -16,6 +16,7 @@ from jurymast.agent.ranks import RankMemory, RankWatch
 from jurymast.core.judges import stragglers
 from jurymast.core.judges.stragglers import Mean, Slow, Stragglers, Windows, slowest
 from jurymast.core.state import events as ev
+from jurymast.core.state import within
 from jurymast.core.state.effects import Effect, Journal, RaiseAlert, Record, SaveFirst
 from jurymast.core.state.messages import Times, beat_of
 from jurymast.core.state.run import Phase, Role
@@ -431,6 +432,17 @@ def test_parts_of_real_steps(steps: tuple[mmap.mmap, Callable[..., None]], backw
     assert forward_s + backward_s + update_s <= lasted_s
     if not backwards:
         assert backward_s == 0.0
+
+
+@pytest.mark.torch
+def test_real_steps_without_a_backward_are_told(
+    steps: tuple[mmap.mmap, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[within.FromRank] = []
+    monkeypatch.setattr(Link, "emit", lambda _link, message: told.append(message))
+    for _ in range(30):
+        steps[1](0)
+    assert told == [within.LossNotFinite(step=24, loss=within.NONE, of=within.GRADIENT)]
 
 
 @pytest.mark.torch

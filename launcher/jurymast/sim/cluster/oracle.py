@@ -134,8 +134,8 @@ class Oracle:
 
     @property
     def touched_until(self) -> float:
-        """Until when faults affect some node; for ever if one stays away."""
-        return max([*self.touched.values(), 0.0])
+        """Until when faults affect some node. One that stays away is missed from then on, and no more."""
+        return max(self._gone_at, *(until for until in self.touched.values() if until < FOR_EVER_S), -1e9)
 
     @property
     def misses_nodes(self) -> bool:
