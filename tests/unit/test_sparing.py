@@ -21,6 +21,7 @@ from jurymast.core.judges.rejoining import (
     MADE_IN_TRAIN,
     GoBack,
     GoOn,
+    OwnCosts,
     Rejoiner,
     are_alike,
     has_no_twin,
@@ -284,6 +285,24 @@ def test_only_ranks_with_the_same_part_have_to_be_alike() -> None:
     assert has_no_twin(["a", "b", "a"])
     assert not has_no_twin(["a", "a"])
     assert not has_no_twin(["a"])
+
+
+def too_expensive_at(costs_ms: list[float], step_s: float) -> tuple[int, str] | None:
+    """At which of these records, one a step, no more are to follow, and why."""
+    costs = OwnCosts()
+    for number, cost_ms in enumerate(costs_ms):
+        if why := costs.add(cost_ms / 1000, number * step_s):
+            return number, why
+    return None
+
+
+def test_what_is_expensive_to_record_for_a_while_goes_on_to_be_recorded() -> None:
+    """The first record loads what others use; a few are slow as another program has the processor."""
+    assert too_expensive_at([50.0, *[0.8] * 60], 0.05) == (60, "that takes 0.8 ms a step")
+    assert too_expensive_at([50.0, *[0.8] * 60], 0.1) is None, "less than 1 % of a step"
+    assert too_expensive_at([0.0, *[0.4] * 60], 0.001) is None
+    assert too_expensive_at([0.0, *[0.2, 30.0, 0.2] * 100], 0.05) is None
+    assert too_expensive_at([0.0, *([0.8] * 40 + [0.2] * 20) * 5], 0.05) is None
 
 
 @given(

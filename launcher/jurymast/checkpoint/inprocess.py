@@ -27,7 +27,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jurymast.checkpoint import regroup, ward
 from jurymast.checkpoint.live import LiveState
-from jurymast.core.judges.rejoining import GoBack, GoOn, Rejoiner, are_alike, has_no_twin, newest_whole
+from jurymast.core.judges.rejoining import (
+    GoBack,
+    GoOn,
+    OwnCosts,
+    Rejoiner,
+    are_alike,
+    has_no_twin,
+    newest_whole,
+)
 from jurymast.core.state import within
 from jurymast.core.state.images import LIVE
 from jurymast.errors import CheckpointError, RunDirectoryError
@@ -47,8 +55,6 @@ AGAIN_S = 0.1  # between two tries to reach the main thread
 RAISED_S = 1.0  # before the script, which may have stopped the exception, gets another
 # A rank whose collective failed waits so long to hear that the attempt has ended, before it fails as well.
 HOLD_LIMIT_S = 10.0
-# What is a rank's own is recorded at each step if that takes this long, or this share of the step, at most.
-OWN_FREE_S, OWN_SHARE, OWN_LOOKS = 0.0005, 0.01, 20
 
 # Variables that not every attempt has.
 OF_ONE_ATTEMPT = (JOINS_VARIABLE, "JURYMAST_SAVED_STEP", "JURYMAST_UNREADABLE", "JURYMAST_MTBF_S")
@@ -140,7 +146,7 @@ class Member:
         self._offered = False
         self._raised_at = -RAISED_S  # the last LeaveStep, which may take a while to come through
         self._keeps_own = True
-        self._own_s, self._own_count, self._own_since = 0.0, 0, 0.0
+        self._own_costs = OwnCosts()
         self._ward = ward.Ward(key)
         self._no_twin = False  # a rank has shards that no other rank has
 
@@ -311,14 +317,7 @@ class Member:
                 self._side.own.write(step, data)
         except Exception as error:
             why_not = f"{type(error).__name__}: {error}"
-        now = time.monotonic()
-        self._own_s, self._own_count = self._own_s + time.thread_time() - began, self._own_count + 1
-        if self._own_count == 1:
-            self._own_since, self._own_s = now, 0.0
-        elif self._own_count > OWN_LOOKS and self._own_s > max(
-            self._own_count * OWN_FREE_S, OWN_SHARE * (now - self._own_since)
-        ):
-            why_not = f"that takes {1000 * self._own_s / self._own_count:.1f} ms a step"
+        why_not = why_not or self._own_costs.add(time.thread_time() - began, time.monotonic())
         if why_not and not begins:
             self._keeps_own = False
             self._side.own.clear()

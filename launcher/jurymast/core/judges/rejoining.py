@@ -4,12 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from jurymast.core.state.texts import count
 
 # What the reasons to go back say, by which a report knows those that a script can mend.
 SHARDS_GONE, AMID_STEP, OWN_GONE = "has the shards of", "failed before the end of", "what is the own of"
 MADE_IN_TRAIN = "`train` makes parts of the state itself"
+# What is a rank's own is recorded at each step as long as that usually takes this time, in seconds, or this
+# share of a step, at most.
+OWN_FREE_S, OWN_SHARE = 0.0005, 0.01
+# Records by which that is judged once, and how often in a row they have to be too expensive.
+OWN_RECORDS, OWN_IN_A_ROW = 20, 3
+
+
+class OwnCosts:
+    """Judges whether it is too expensive to record what is a rank's own. A processor that others use as well
+    makes single records slow, and many for a moment: neither is a reason to do without them from then on."""
+
+    def __init__(self) -> None:
+        self._costs_s: list[float] = []
+        self._since: float | None = None
+        self._expensive = 0  # times in a row
+
+    def add(self, cost_s: float, now: float) -> str:
+        """Return why no more is to be recorded; "" if it is. `cost_s`: processor time of one more record, in
+        seconds; `now`: a clock's time when it was done, in seconds."""
+        if self._since is None:  # the first one loads what others use
+            self._since = now
+            return ""
+        self._costs_s.append(cost_s)
+        if len(self._costs_s) < OWN_RECORDS:
+            return ""
+        usual_s, step_s = median(self._costs_s), (now - self._since) / OWN_RECORDS
+        self._costs_s, self._since = [], now
+        self._expensive = self._expensive + 1 if usual_s > max(OWN_FREE_S, OWN_SHARE * step_s) else 0
+        return f"that takes {1000 * usual_s:.1f} ms a step" if self._expensive >= OWN_IN_A_ROW else ""
 
 
 @dataclass(frozen=True)
