@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.runs import SCRIPTS
-from support.slurm_runs import running_cluster
+from support.slurm_runs import policy_file, running_cluster
 from testcluster import Cluster
 from testcluster.settings import SLURM_SYSTEM
 
@@ -67,14 +67,31 @@ MAY_DIFFER = {
 }  # fmt: skip
 
 
-def told(cluster: Cluster, work: Path, *submit: str, script: str = SCRIPT) -> dict[str, Any]:
-    """By the name of each file that the job has written."""
+# Four processes on each node that load torch, which the other side does without.
+UNTESTED = "health: {preflight: off}"
+
+
+def both_ways(cluster: Cluster, work: Path, script: str = SCRIPT) -> tuple[Any, Any]:
+    """What the script has written under sbatch, and under us, in `work`: by the name of each file."""
+    return told(cluster, by_sbatch(work), "sbatch", script=script), by_us(cluster, work, script)
+
+
+def by_sbatch(work: Path) -> Path:
+    return work.with_name(f"{work.name}-sbatch")
+
+
+def by_us(cluster: Cluster, work: Path, script: str) -> dict[str, Any]:
+    submit = (str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+    return told(cluster, work, *submit, script=script)
+
+
+def told(cluster: Cluster, work: Path, *submit: str, script: str) -> dict[str, Any]:
     cluster.login(["mkdir", "-p", str(work / "sub")])
     (work / "job.sbatch").write_text(script)
     done = cluster.login(
         [*submit, "--parsable", "job.sbatch", "an argument"], cwd=work, timeout_s=240, check=False,
         env={"DUMP": str(SCRIPTS / "dump_environment.py"), "PATH": f"{cluster.python.parent}:/usr/bin:/bin",
-             "JURYMAST_RUNS": str(work / "runs")},
+             "JURYMAST_RUNS": str(work / "runs"), "JURYMAST_POLICY": policy_file(cluster, work, UNTESTED)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ended = cluster.wait_job(int(done.stdout), "COMPLETED", "FAILED", deadline_s=LIMIT_S)
@@ -104,14 +121,13 @@ def said(work: Path) -> dict[str, list[str]]:
 
 def test_every_variable(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
-    theirs = told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch")
-    ours = told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1")
+    theirs, ours = both_ways(cluster, work)
     names = ["batch-0", "step-0", *(f"rank-{n}" for n in range(4)), *(f"task-{n}" for n in range(4))]
     assert (sorted(theirs), sorted(ours)) == (sorted(names), sorted(names))
     differences = [line for name in names for line in compared(name, theirs[name], ours[name])]
     assert not differences, "\n".join(differences)
     assert ours["rank-0"]["environment"]["SLURM_JOB_NODELIST"].startswith("n[")
-    assert said(work) == said(work.with_name(f"{work.name}-sbatch"))
+    assert said(work) == said(by_sbatch(work))
 
 
 def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -126,15 +142,16 @@ def compared(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
     return lines
 
 
+# torch has as many threads as there are processors, unless OMP_NUM_THREADS says how many.
 BOUND = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --mem=100 --gpus-per-node=2
 #SBATCH --job-name=parity --output=%x-%A-%a.out --error=%x.err
 #JURYMAST train: yes
 cd sub
 cat > bound.py <<END
-import os, sys, torch
+import os, sys
 task, gpus = os.environ["SLURM_PROCID"], os.environ["CUDA_VISIBLE_DEVICES"]
-print("said", *sys.argv[1:], task, sorted(os.sched_getaffinity(0)), torch.get_num_threads(), gpus)
+print("said", *sys.argv[1:], task, sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS"), gpus)
 END
 srun --ntasks=4 python bound.py by Slurm
 srun --ntasks=4 --cpus-per-task=1 --cpu-bind=map_cpu:1,0 --gpu-bind=map_gpu:1,0 python bound.py listed
@@ -156,10 +173,10 @@ INHERITED = """#!/bin/bash
 #JURYMAST train: yes
 cd sub
 cat > bound.py <<END
-import os, sys, torch
-told = [os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")]
-has = sorted(os.sched_getaffinity(0))
-print("said", *sys.argv[1:], *told, has if "many" in sys.argv else len(has), torch.get_num_threads())
+import os, sys
+names = ("SLURM_PROCID", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "OMP_NUM_THREADS")
+told, has = [os.environ.get(name) for name in names], sorted(os.sched_getaffinity(0))
+print("said", *sys.argv[1:], *told, has if "many" in sys.argv else len(has))
 END
 srun --ntasks=2 python bound.py as the job
 SRUN_CPUS_PER_TASK=1 srun --ntasks=2 python bound.py by its own variable
@@ -185,10 +202,9 @@ def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     binding: Cluster, tmp_path: Path, script: str
 ) -> None:
     work = binding.shared / tmp_path.name[-20:]
-    told(binding, work.with_name(f"{work.name}-sbatch"), "sbatch", script=script)
-    told(binding, work, str(binding.python.parent / "jurymast"), "submit", "--spares=1", script=script)
+    both_ways(binding, work, script)
     found = said(work)
-    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert found == said(by_sbatch(work))
     lines = [line for told in found.values() for line in told]
     counts = [sum(line.startswith(word) for line in lines) for word in ("said", "cpu-bind=")]
     few = 10 if binding.options.slurm == SLURM_SYSTEM else 7
@@ -222,9 +238,8 @@ def other_lines(told: list[str]) -> list[str]:
 
 def test_tasks_have_the_gpus_that_the_job_asked_for(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name[:20]
-    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=GPUS_OF_TASKS)
-    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=GPUS_OF_TASKS)
-    found, wanted = said(work), said(work.with_name(f"{work.name}-sbatch"))
+    both_ways(cluster, work, GPUS_OF_TASKS)
+    found, wanted = said(work), said(by_sbatch(work))
     if cluster.options.slurm != SLURM_SYSTEM:
         # It binds the GPUs of a step as it would the job's: task 1 would see that of task 0, and that alone.
         assert [line for line in found["parity-N"] if "by the step" in line] == [
@@ -254,7 +269,7 @@ srun python gpus.py
 
 def test_nodes_share_a_total_of_gpus_alike(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name[:20]
-    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=TOTAL_OF_GPUS)
+    by_us(cluster, work, TOTAL_OF_GPUS)
     lines = [line for told in said(work).values() for line in told]
     assert lines == [f"said {task} 0,1 2 None 4 True" for task in range(4)]
 
@@ -278,12 +293,9 @@ SLURM_EXPORT_ENV=NIL srun --ntasks-per-node=1 torchrun --nnodes=2 show.py; echo 
 
 def test_tasks_without_path_are_srun_s_to_refuse(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name[:20]
-    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=TOLD_TO_EXPORT)
-    told(
-        cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=TOLD_TO_EXPORT
-    )
+    both_ways(cluster, work, TOLD_TO_EXPORT)
     found = said(work)
-    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert found == said(by_sbatch(work))
     assert sum(line == "said 0" for told in found.values() for line in told) == 2, found
 
 
@@ -305,10 +317,9 @@ SLURM_CPU_BIND=verbose,map_cpu:1,0 srun --ntasks=4 python bound.py by a variable
 
 def test_what_srun_says_of_a_binding_where_slurm_binds_nothing(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name[:20]
-    told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=UNBOUND)
-    told(cluster, work, str(cluster.python.parent / "jurymast"), "submit", "--spares=1", script=UNBOUND)
+    both_ways(cluster, work, UNBOUND)
     found = said(work)
-    assert found == said(work.with_name(f"{work.name}-sbatch"))
+    assert found == said(by_sbatch(work))
     count = 3 if cluster.options.slurm == SLURM_SYSTEM else 0  # newer ones are silent
     assert [line.partition(":")[0] for line in found["parity.err"]] == ["srun"] * count, found
 
@@ -347,11 +358,12 @@ def test_every_variable_of_a_plain_run_that_is_submitted_inside_a_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     work = cluster.shared / tmp_path.name
-    theirs = told(cluster, work.with_name(f"{work.name}-sbatch"), "sbatch", script=AS_A_SCRIPT)
+    theirs = told(cluster, by_sbatch(work), "sbatch", script=AS_A_SCRIPT)
     cluster.login(["mkdir", "-p", str(work)])
     command = [*PLAIN.split(), *OPTIONS.split(), "--", str(SCRIPTS / "dump_environment.py"), "rank", "RANK"]
     path = f"{cluster.python.parent}:/usr/bin:/bin"
-    environment = {"JURYMAST_RUNS": str(work / "runs"), "SBATCH_EXPORT": "NONE", "PATH": path}
+    environment = {"JURYMAST_RUNS": str(work / "runs"), "SBATCH_EXPORT": "NONE", "PATH": path,
+                   "JURYMAST_POLICY": policy_file(cluster, work, UNTESTED)}  # fmt: skip
     cluster.login(command, cwd=work, env=environment, timeout_s=LIMIT_S)
     for number in range(4):
         name = f"rank-{number}"
