@@ -483,6 +483,7 @@ def test_the_end_of_the_agents_step_in_slurm_is_the_run_s_and_blames_no_node(fir
     supervisor.machine.check()
     assert story.state.public_state == "cancelled"
     assert story.state.end_reason == "cancel requested by whoever did so"
+    assert story.state.step_alone, "the job of a batch script goes on"
     assert story.state.excluded == {}
     assert failures(story) == 0.0
     supervisor.waits(2.0, beating=())

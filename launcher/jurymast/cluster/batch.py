@@ -217,7 +217,6 @@ class BatchProcess:
         self._machine = core.Batch()
         self._outcome: core.Outcome | None = None
         self._over = threading.Event()
-        self.step_ended = False  # by Slurm, but not its job
 
     def run(self) -> core.Outcome:
         """Run until the supervisor reports an outcome, and return it. Raises ClusterUnavailableError if Slurm
@@ -300,7 +299,6 @@ class BatchProcess:
         while ended_alone(self._agents, self._allocation, self._over):
             with contextlib.suppress(JurymastError):
                 if isinstance(ask(self._directory, STEP_ENDED, by=BY_STEP), Accepted):
-                    self.step_ended = True
                     return
 
     def _start_supervisor(self) -> None:

@@ -583,7 +583,8 @@ class Step:
         log = foreign.writing(path)
         try:
             self._signals.training = process = StepProcess(run, plan, allocation, agents, log)
-            return process.run(), process.ended_by_script or process.step_ended
+            outcome = process.run()
+            return outcome, process.ended_by_script or outcome.step_alone
         finally:
             self._signals.training = None
             os.close(log)

@@ -504,6 +504,7 @@ class Supervisor:
             "exit_code": self.state.exit_code if over else SubmissionError.exit_code,
             "exclude": sorted(self.state.excluded),
             "lost": lost_nodes(self.state),
+            "step_alone": self.state.step_alone,
         }
         self._io.write_outcome(outcome)
 

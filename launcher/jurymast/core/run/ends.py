@@ -31,7 +31,7 @@ def finish_from_outside(state: RunState, how: str, exit_code: int, reason: str) 
 
 def step_ended(state: RunState) -> None:
     """Slurm ended the step of all agents. Those that it killed first may have been taken for lost."""
-    state.end_order = EndOrder(state.now, "cancelled")
+    state.end_order, state.step_alone = EndOrder(state.now, "cancelled"), True
     _acquit(state, state.end_order)
 
 

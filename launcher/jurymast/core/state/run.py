@@ -277,6 +277,7 @@ class RunState:
     restarts: int = 0  # requeues so far
     ordered_restarts: int = 0  # of those, the ones that Slurm or a user ordered
     end_order: EndOrder | None = None  # of the present allocation
+    step_alone: bool = False  # Slurm ended the step of all agents, and not the job
     host: str = ""  # the batch host: active only when nothing else is left
     nodes: dict[str, Node] = field(default_factory=dict)
     allocated_at: float = 0.0  # since when the run has its present nodes, as far as is known

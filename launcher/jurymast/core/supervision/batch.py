@@ -26,12 +26,14 @@ SUPERSEDED = 3  # exit code of a supervisor that a newer epoch replaced
 
 class Outcome(msgspec.Struct, frozen=True):
     """How a run, or its job, ended, as written by the supervisor: the run's state, the job's exit code, and
-    nodes that were lost or are to be excluded from a requeued job."""
+    nodes that were lost or are to be excluded from a requeued job. `step_alone`: Slurm ended the step of its
+    agents, and not the job."""
 
     state: str
     exit_code: int
     exclude: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    step_alone: bool = False
 
     @property
     def requeued(self) -> bool:
