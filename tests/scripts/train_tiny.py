@@ -45,12 +45,6 @@ parser.add_argument(
     "--raise-once", default="", metavar="STEP:RANK", help="an exception, in the first attempt"
 )
 parser.add_argument(
-    "--cuda-once",
-    default="",
-    metavar="STEP:RANK",
-    help="what CUDA says of a bad address, in the first attempt",
-)
-parser.add_argument(
     "--hang-once", default="", metavar="STEP:RANK",
     help="waits in a collective in which nobody else is, in the first attempt",
 )  # fmt: skip
@@ -130,8 +124,6 @@ def due_once(place: str, step: int, rank: int) -> bool:
 def misbehave(args: argparse.Namespace, step: int, rank: int) -> None:
     if due_once(args.raise_once, step, rank):
         raise ValueError(f"asked to fail at step {step}")
-    if due_once(args.cuda_once, step, rank):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if due_once(args.hang_once, step, rank):
         hang(rank)
     place, _, seconds = args.rest_once.rpartition(":")
@@ -158,6 +150,8 @@ def obey(orders: Path, step: int, rank: int) -> None:
     order.unlink()
     if what == "hang":
         hang(rank)
+    if what == "cuda":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     raise ValueError(f"told to fail at step {step}")
 
 

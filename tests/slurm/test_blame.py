@@ -11,6 +11,7 @@ import pytest
 
 from jurymast.core.state import events as ev
 from jurymast.core.state.run import RunState, TierState
+from jurymast.rundir import write_atomically
 from support.fake_gpus import FakeGpus, build
 from support.outputs import checked
 from support.runs import SCRIPTS, result
@@ -158,18 +159,21 @@ def test_a_page_fault_of_the_program_s_restarts_in_place(
     cluster: Cluster, tmp_path: Path, gpus: dict[str, FakeGpus]
 ) -> None:
     """Xid 31, then CUDA's own words from the rank: an illegal address is the program's doing."""
-    train = ("--steps", "480", "--step-time", "0.05", "--save-every", "20 steps", "--cuda-once", "400:1")
+    orders = cluster.shared / f"{tmp_path.name}-orders"
+    cluster.login(["mkdir", str(orders)])
     directory, job = submit(
-        cluster, cluster.shared / tmp_path.name, "--nodes", "2", "--spares", "1",
-        script="train_tiny.py", arguments=train,
+        cluster, cluster.shared / tmp_path.name, "--nodes", "2", "--spares", "1", script="train_tiny.py",
+        arguments=(*ENDLESS, "--orders", str(orders), "--until", str(orders / "end")),
     )  # fmt: skip
     run = SlurmRun(cluster, Path(directory), job)
     before = run.wait_saved(50)
     victim = before.placement[1]
     looked(run, [victim])
     gpus[victim].xid(0, 31)
-    state = run.wait("the Xid in the journal", lambda s: victim in found(run, "xid-31"))
-    assert state.step < 400, "too late to be known when the rank ends"
+    run.wait("the Xid in the journal", lambda s: victim in found(run, "xid-31"))
+    write_atomically(orders / "rank-1", b"cuda", mode=0o644)
+    run.wait("the next attempt", lambda s: s.attempt == 2)
+    (orders / "end").touch()
     state = run.wait_end()
     assert state.exit_code == 0, run.story()
     (incident,) = state.incidents
