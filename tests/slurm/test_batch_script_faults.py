@@ -160,6 +160,7 @@ echo $SLURM_JOB_ID ends $? >> order
 """
 
 
+@pytest.mark.long
 def test_jobs_wait_for_the_end_of_one_that_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     work = cluster.shared / tmp_path.name
     run = submit_script(cluster, work, SINGLETON, "--spares=0")

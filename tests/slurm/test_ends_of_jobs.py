@@ -156,6 +156,7 @@ def change(cluster: Cluster, job: int, limit: str) -> None:
     cluster.slurm(["scontrol", "update", f"JobId={job}", limit])
 
 
+@pytest.mark.long
 def test_a_write_longer_than_kill_wait_is_done_before_the_time_limit(
     cluster: Cluster, training: Training, trained_plainly: Callable[..., str]
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_run_takes_the_node_that_waits_and_the_pool_is_filled_again(
     assert pool.signs() == []
 
 
+@pytest.mark.long
 def test_of_two_runs_that_lose_a_node_at_once_one_gets_the_node_that_waits(
     pool: Pool, trained_plainly: Callable[..., str]
 ) -> None:

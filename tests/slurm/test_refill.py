@@ -84,6 +84,7 @@ def test_the_batch_host_and_another_node_are_lost_at_once_without_a_spare(
     wait_until("the end of the small jobs", lambda: ours_in_queue(cluster) == [], limit_s=120.0)
 
 
+@pytest.mark.long
 def test_a_run_holds_its_nodes_while_no_other_is_free(
     cluster: Cluster, tmp_path: Path, policy: str, trained_plainly: Callable[..., str]
 ) -> None:

@@ -76,6 +76,7 @@ def test_ranks_leave_a_node_before_its_maintenance_begins(
     assert weights(cluster, tmp_path) == trained_plainly(*LONG, nodes=2)
 
 
+@pytest.mark.long
 def test_what_is_done_is_on_storage_before_the_maintenance_of_all_nodes_begins(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:

@@ -122,6 +122,7 @@ SELDOM = "checkpoint: {tiers: {shared: {every: 1h}}}\n"
 
 
 @of_kinds(long="DDP")
+@pytest.mark.long
 def test_without_storage_the_state_comes_out_of_memory(
     cluster: Cluster, tmp_path: Path, how: tuple[str, ...]
 ) -> None:

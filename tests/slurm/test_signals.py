@@ -137,7 +137,7 @@ def test_steps_that_end_in_slurm_end_no_job_and_blame_no_node(cluster: Cluster, 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("nodes", "spares"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize(("nodes", "spares"), [(2, 1), pytest.param(1, 0, marks=pytest.mark.long)])
 def test_a_plain_run_whose_step_is_cancelled_ends_and_blames_no_node(
     cluster: Cluster, tmp_path: Path, nodes: int, spares: int
 ) -> None:
