@@ -56,7 +56,7 @@ from support.planted import (
 from support.planted_refill import removed_while_another_is_lost
 from support.planted_told import step_ends
 
-SEEDS = range(200)
+SEEDS = range(120)
 # Each broke a rule once.
 MENDED = {
     "ranks that were to be placed anew skipped each save for want of memory": (
@@ -418,22 +418,22 @@ def test_options_that_are_wrong_for_a_small_job_end_no_supervisor(monkeypatch: p
 
 def test_no_rule_is_broken_where_small_jobs_bring_other_nodes() -> None:
     held = 0
-    for seed in range(80):
+    for seed in range(40):
         cluster = Cluster(plan := refilled_plan(seed))
         cluster.run()
         brought = [*cluster.sites][plan.nodes :]
         held += cluster.restarts == 0 and bool(brought)
-    assert held > 10, "runs go on with nodes that small jobs bring"
+    assert held > 5, "runs go on with nodes that small jobs bring"
 
 
 @pytest.mark.timeout(900)  # on a busy machine
 def test_no_rule_is_broken_where_runs_share_a_pool() -> None:
     claimed = 0
-    for seed in range(60):
+    for seed in range(30):
         cluster = Cluster(pooled_plan(seed))
         cluster.run()
         claimed += cluster.team.claimed
-    assert claimed > 10, "runs take nodes that wait"
+    assert claimed > 5, "runs take nodes that wait"
 
 
 @pytest.mark.timeout(900)  # on a busy machine
@@ -498,9 +498,9 @@ def test_an_image_that_is_damaged_in_its_own_memory_is_had_from_others(
 
     monkeypatch.setattr(RestoreChoice, "sources", counted)
     plans = exactly(damaged_where_it_is_restored)
-    broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
+    broken = [f"{seed}: {result.broken}" for seed in range(20) if (result := run(plans(seed))).broken]
     assert broken == []
-    assert len(asked) > 10
+    assert len(asked) > 3
 
 
 @pytest.mark.parametrize(
@@ -515,14 +515,14 @@ def test_no_rule_is_broken_by(
     faults: Callable[[Random], tuple[Fault, ...]],
 ) -> None:
     plans = exactly(faults)
-    broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
+    broken = [f"{seed}: {result.broken}" for seed in range(20) if (result := run(plans(seed))).broken]
     assert broken == []
 
 
 def test_no_rule_is_broken_where_slurm_ends_the_step_of_the_agents() -> None:
-    results = [run(step_ends(seed)) for seed in range(60)]
+    results = [run(step_ends(seed)) for seed in range(30)]
     assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
-    assert sum(one.state == "cancelled" for one in results) > 40, "it ends nothing"
+    assert sum(one.state == "cancelled" for one in results) > 20, "it ends nothing"
 
 
 def test_a_run_that_never_gets_beyond_a_step_gives_up() -> None:
@@ -536,7 +536,7 @@ def test_ranks_that_do_more_than_others_keep_their_node() -> None:
 
 
 def test_a_moment_s_stop_of_an_agent_does_not_end_replication() -> None:
-    results = [run(still_for_a_moment(seed)) for seed in range(40)]
+    results = [run(still_for_a_moment(seed)) for seed in range(15)]
     assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
 
 
@@ -546,7 +546,7 @@ def test_a_node_with_ranks_is_no_spare_though_its_host_died_after_the_launch() -
 
 
 def test_whom_the_last_supervisor_did_not_hear_takes_part_under_the_next() -> None:
-    results = [run(lost_before_a_takeover(seed)) for seed in range(60)]
+    results = [run(lost_before_a_takeover(seed)) for seed in range(20)]
     assert [f"{one.plan.seed}: {one.broken}" for one in results if one.broken] == []
 
 
@@ -569,7 +569,7 @@ def test_a_restore_from_storage_that_hangs_is_told_and_tried_again(monkeypatch: 
     kind: type[ev.Event] = ev.RestoreWaits
     monkeypatch.setitem(machine._HANDLERS, kind, counted)
     plans = exactly(only_storage_that_hangs_is_left)
-    broken = [f"{seed}: {result.broken}" for seed in range(60) if (result := run(plans(seed))).broken]
+    broken = [f"{seed}: {result.broken}" for seed in range(20) if (result := run(plans(seed))).broken]
     assert broken == []
     assert sum(event.seconds >= restoring.WAIT_LIMIT_S for event in heard) > 10
 

@@ -107,7 +107,7 @@ PLANTED_SIZE: dict[str, Any] = {
     "1: what more ranks saved is not brought to storage": (_one_lost, [(Checkpoints, "reshard", _as_it_is)]),
     "69: what memory has is written all the same": (_unsaved, [(Collecting, "look", _never)]),
     "70: what is shown is not verified": (_corrupt, [(Collected, "_next", _unverified)]),
-    "5: what was shown is shown for ever": (_unsaved, [(Holding, "unshow", _never)]),
+    "19: what was shown is shown for ever": (_unsaved, [(Holding, "unshow", _never)]),
     "53: what ranks save together is not known": (
         _too_little_memory,
         [(Checkpoints, "on_saved_together", _never)],
