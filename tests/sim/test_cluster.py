@@ -59,6 +59,10 @@ from support.planted_told import step_ends
 SEEDS = range(120)
 # Each broke a rule once.
 MENDED = {
+    "ranks saved nothing while Slurm did not say what a signal meant": (
+        '{"seed":0,"active":2,"spares":2,"ranks":1,"cadence_steps":5,"room":8,"faults":['
+        '{"at":11.07,"kind":"slurm silent","seconds":30.0},{"at":11.57,"kind":"signal all"}]}'
+    ),
     "ranks that were to be placed anew skipped each save for want of memory": (
         '{"seed":129100148,"active":3,"spares":0,"ranks":2,"cadence_steps":5,"room":8,"tests":true,"lives":true,'
         '"spread":"twins","least":2,"pool":0,"faults":[{"at":3.71,"kind":"power","node":2,"other":1,'

@@ -37,11 +37,7 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         FINDERS.write_text(json.dumps(dict(sorted(finders.items())), indent=1) + "\n")
 
 
-# While Slurm does not say for half a minute what a signal meant, ranks find no memory for another save.
-BREAKS = {"8: a signal that Slurm does not explain ends the job"}
-
-
 def test_the_plans_that_find_planted_bugs_break_no_rule_without_them() -> None:
     finders = json.loads(FINDERS.read_text())
     assert sorted(finders) == sorted(PLANTED)
-    assert {name for name, seed in finders.items() if run(plan_for(name, seed)).broken} == BREAKS
+    assert [name for name, seed in finders.items() if run(plan_for(name, seed)).broken] == []

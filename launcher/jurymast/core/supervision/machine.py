@@ -305,6 +305,8 @@ class Supervision:
             )
             out += [*self.note("", text, now), *self._revoke(now)]
         ends = self.departure.ordered or self.state.ended or self.state.phase is Phase.REQUEUED
+        if self.departure.unexplained and self.state.phase is Phase.RUNNING:
+            out += self._do(self.checkpoints.on_time(now), now)  # the ranks may go on, and save till then
         if ends or self.watch.cut_off:
             return out
         out += self._do([*self._preflight.on_time(now), *self.launching.on_time(now)], now)
