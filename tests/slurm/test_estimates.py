@@ -31,9 +31,11 @@ while ((step < $1)); do
 done
 touch ended.$SLURM_JOB_ID
 """
+# It stays after its step, so that Slurm has to end it if the job is requeued, which its accounts show. By a
+# script that ends by itself, a requeue by hand cannot be told from one of the script's own.
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --output=log-%j.out --open-mode=append --requeue
-srun --kill-on-bad-exit bash train.sh "$@"
+srun --kill-on-bad-exit bash train.sh "$@" || { code=$?; sleep 3; exit $code; }
 """
 LONG = "4000"
 SECOND_S = 1.0  # Slurm's accounting tells whole ones
