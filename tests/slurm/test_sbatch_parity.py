@@ -35,7 +35,8 @@ srun --ntasks=4 --gpus-per-task=1 --cpus-per-task=1 --error=task-%t.err python $
 """
 # What differs for a reason, and is all that may. Jobs, processes, ports and this test's directories first.
 ANYWAY = {
-    "JURYMAST_RUNS", "OLDPWD", "PWD", "SLURM_JOBID", "SLURM_JOB_ID", "SLURM_SUBMIT_DIR", "SLURM_TASK_PID",
+    "JURYMAST_POLICY", "JURYMAST_RUNS", "OLDPWD", "PWD", "SLURM_JOBID", "SLURM_JOB_ID",
+    "SLURM_SUBMIT_DIR", "SLURM_TASK_PID",
     "SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "_",
     "SLURM_JOB_END_TIME", "SLURM_JOB_SLUID", "SLURM_JOB_START_TIME",
 }  # fmt: skip
