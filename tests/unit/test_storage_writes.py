@@ -44,6 +44,28 @@ def test_a_failed_write_is_told_cancelled_everywhere_and_tried_again() -> None:
     assert site.ordered(msg.Write)[0][1].step == 10
 
 
+def test_an_image_that_ranks_have_replaced_meanwhile_says_nothing_of_the_storage_or_the_node() -> None:
+    """Their newer one is written at once. If the same is said of the same state again, it is a failure."""
+    site = Site()
+    site.save()
+
+    def gone(order: msg.Write) -> None:
+        why = "the image of rank 1 is no longer here"
+        site.hear("n2", msg.Written(id=order.id, tier=order.tier, ok=False, why=why, gone=True))
+
+    (_, order), *_ = site.ordered(msg.Write)
+    gone(order)
+    assert [node for node, _ in site.ordered(msg.CancelWrite)] == ["n1", "n3"]
+    assert site.saved("shared") == []
+    site.look()
+    (_, again), *_ = writes = site.ordered(msg.Write)
+    assert {node for node, _ in writes} == {"n1", "n2", "n3"}
+    gone(again)
+    assert site.saved("shared") == [(10, False)]
+    site.look()
+    assert site.ordered(msg.Write) == []
+
+
 def test_a_storage_that_goes_on_failing_is_tried_less_often_and_told_of_when_that_changes() -> None:
     site = Site()
     site.save()

@@ -59,8 +59,10 @@ class Keeping:
             background.logged(error)
             answer = StorageFailed(why=f"unexpected {type(error).__name__}: {error}")
         size_bytes, why = (answer.bytes, "") if isinstance(answer, Done) else (0, answer.why)
-        ok = isinstance(answer, Done)
-        self._tell(msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why))
+        ok, gone = isinstance(answer, Done), isinstance(answer, StorageFailed) and answer.gone
+        self._tell(
+            msg.Written(id=order.id, tier=order.tier, ok=ok, size_bytes=size_bytes, why=why, gone=gone)
+        )
 
     async def _written(self, order: msg.Write, phases: Phases) -> Answer:
         loans: list[Loan] = []
@@ -68,7 +70,7 @@ class Keeping:
             for rank in order.ranks:
                 loan = await self._keeper.lend(order.step, order.attempt, rank)
                 if loan is None:
-                    return StorageFailed(why=f"the image of rank {rank} is no longer here")
+                    return StorageFailed(why=f"the image of rank {rank} is no longer here", gone=True)
                 loans.append(loan)
             answer = await self._storage.write(order, loans, phases)
             for loan in loans:

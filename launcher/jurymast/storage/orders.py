@@ -125,10 +125,11 @@ class Done(_Answer, frozen=True, kw_only=True):
 
 class StorageFailed(_Answer, frozen=True, kw_only=True):
     """The order failed; `why` names the path and what to do, on one line. `damaged`: the rank of whose lent
-    image some bytes are not what was hashed; -1: none was found."""
+    image some bytes are not what was hashed; -1: none was found. `gone`: an image was there no longer."""
 
     why: str
     damaged: int = -1
+    gone: bool = False
 
 
 class Reached(_Answer, frozen=True, kw_only=True):

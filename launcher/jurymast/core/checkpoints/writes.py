@@ -134,6 +134,7 @@ class Writes:
         self._next_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
         self._tried: dict[str, StateId] = {}
+        self._gone: dict[str, StateId] = {}  # the last write of which failed as its image was there no longer
         self.retries = Retries()
         self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)
@@ -320,6 +321,11 @@ class Writes:
         if write is None or write.id != message.id or node not in write.waiting:
             return []
         pair = node, message.tier
+        if message.gone and write.key != self._gone.get(message.tier):
+            self._gone[message.tier] = write.key  # what ranks have saved instead is written next
+            self._tried.pop(write.tier, None)
+            del write.waiting[node]
+            return self._close(write, now)
         if not message.ok:
             self._reach.failed(pair, now)
             return self._failed(write, node, f"{node}: {message.why}", now)
@@ -384,10 +390,7 @@ class Writes:
     def _end(self, write: OpenWrite, why: str, now: float, *, lost: bool = False) -> list[Effect]:
         """End a write: it is complete, or (`why`) will not be, and then no node continues. `lost`: because a
         node was lost."""
-        del self._under_way[write.tier]
-        self._ended_at[write.tier] = now
-        cancel = msg.CancelWrite(id=write.id)
-        effects: list[Effect] = [Send(node, cancel) for node in sorted(write.waiting)]
+        effects = self._close(write, now)
         took_s = now - write.started_at
         if why:
             self._tried.pop(write.tier, None)
@@ -402,6 +405,13 @@ class Writes:
             self._succeeded(write, took_s, now)
         told = copied(write.tier, write.key, now, size_bytes=write.size_bytes, why=why, seconds=took_s)
         return [*effects, told]
+
+    def _close(self, write: OpenWrite, now: float) -> list[Effect]:
+        """Have no node continue with a write."""
+        del self._under_way[write.tier]
+        self._ended_at[write.tier] = now
+        cancel = msg.CancelWrite(id=write.id)
+        return [Send(node, cancel) for node in sorted(write.waiting)]
 
     def _succeeded(self, write: OpenWrite, took_s: float, now: float) -> None:
         self.retries.succeeded(write.tier)

@@ -152,13 +152,15 @@ class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Written(ToSupervisor, frozen=True, kw_only=True):
-    """A node's part of a write has ended; `why` if it is not `ok`."""
+    """A node's part of a write has ended; `why` if it is not `ok`, and whether an image was `gone`: ranks had
+    saved anew in its place, which says nothing of the storage."""
 
     id: str
     tier: str
     ok: bool
     size_bytes: int = 0
     why: str = ""
+    gone: bool = False
 
 
 class WritePhase(IntEnum):
