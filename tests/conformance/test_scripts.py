@@ -57,7 +57,9 @@ CASES = [
 
 
 # Of which another one shows the same, but for one thing.
-LONG = ("computed", "inductor", "test_sync", "code", "at once", "message", "killed")
+LONG = (
+    "directory", "processes", "computed", "inductor", "test_sync", "code", "at once", "message", "killed",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ CASES = [
     "trainer", "trainer --accumulate 2", "tokens --accumulate 2", "lightning", "lightning --accumulate 2",
     "manual", "accelerate", "accelerate --accumulate 2",
 ]  # fmt: skip
-# The others take as long, a minute each; tests/slurm/test_shrink.py has Accelerate.
-FIRST = ("trainer --accumulate 2", "lightning")
+# The others take as long, a minute or two each; tests/slurm/test_shrink.py has Accelerate.
+FIRST = ("trainer --accumulate 2",)
 
 
 @pytest.mark.parametrize(

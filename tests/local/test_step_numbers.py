@@ -38,7 +38,17 @@ STYLES = [
 ]
 
 
-@pytest.mark.parametrize(("style", "optimizer", "known"), STYLES, ids=lambda value: str(value))
+# How a script saves what another one saves in another way.
+LONG = ("tensors", "numpy", "copied", "seldom", "epoch", "older", "steps")
+
+
+@pytest.mark.parametrize(
+    ("style", "optimizer", "known"),
+    [
+        pytest.param(*one, id="-".join(map(str, one)), marks=[pytest.mark.long] * (one[0] in LONG))
+        for one in STYLES
+    ],
+)
 def test_rework_is_true_or_said_to_be_unknown(
     tmp_path: Path, style: str, optimizer: str, known: bool
 ) -> None:

@@ -65,6 +65,7 @@ echo said: $?
 """
 
 
+@pytest.mark.long
 def test_one_srun_for_each_node_goes_on_with_another_one(cluster: Cluster, tmp_path: Path) -> None:
     """The next training does so at once, though its srun names the node that was lost."""
     work = cluster.shared / tmp_path.name

@@ -69,7 +69,13 @@ def lost_steps(incident: Incident) -> int:
     return incident.step_lost_from - incident.step_restored
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+# The others show another thing each, which tests/local/test_in_process.py shows as well.
+FIRST = ("DDP", "HSDP")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in TRAININGS]
+)
 def test_ranks_live_on_beside_a_rank_that_fails_and_a_node_without_power(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str], name: str
 ) -> None:

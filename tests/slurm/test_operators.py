@@ -47,6 +47,7 @@ def test_an_administrator_drains_a_node_and_its_ranks_save_and_move(
     assert weights(cluster, tmp_path) == trained_plainly(*LONG, nodes=2)
 
 
+@pytest.mark.long
 def test_a_run_that_is_suspended_goes_on_as_if_nothing_had_happened(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:

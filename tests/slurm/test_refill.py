@@ -45,6 +45,7 @@ def lose(run: SlurmRun, node: str) -> RunState:
     return run.wait(f"the recovery from the loss of {node}", again, limit_s=240.0)
 
 
+@pytest.mark.long
 def test_three_spares_are_used_one_after_the_other_with_one_in_the_allocation(
     cluster: Cluster, tmp_path: Path, policy: str, trained_plainly: Callable[..., str]
 ) -> None:

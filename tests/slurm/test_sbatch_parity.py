@@ -195,10 +195,8 @@ def binding(place: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(BOUND, id="bound"), pytest.param(INHERITED, id="inherited", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", [BOUND, INHERITED], ids=["bound", "inherited"])
 def test_tasks_have_the_processors_and_threads_that_slurm_would_give_them(
     binding: Cluster, tmp_path: Path, script: str
 ) -> None:
