@@ -38,6 +38,8 @@ def hostile(tmp_path: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[jurymast.probes]\nevil = evil:probe\n")
     plant(folder, "evil")
+    (folder / "job").mkdir(mode=0o700)  # a run directory: for one that is not there, processes wait
+    (folder / "job" / "plan.json").write_text("{")
     return folder
 
 
@@ -125,13 +127,13 @@ PROCESSES = [
 def test_no_process_of_ours_imports_from_its_directory(hostile: Path, module: str) -> None:
     for name in FIRST:
         plant(hostile, name)
-    start(hostile, run_module(module, "job", "/nowhere"), PYTHONHASHSEED="0")
+    start(hostile, run_module(module, "job", "job"), PYTHONHASHSEED="0")
     assert marks(hostile) == []
 
 
 def test_nor_by_a_relative_path(hostile: Path) -> None:
     path = f":.:../hostile:{ROOT / 'launcher'}"
-    start(hostile, run_module("jurymast.agent", "/nowhere"), PYTHONPATH=path)
+    start(hostile, run_module("jurymast.agent", "job"), PYTHONPATH=path)
     assert marks(hostile) == []
 
 
@@ -141,7 +143,7 @@ def test_nor_does_one_in_another_python(hostile: Path, module: str) -> None:
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
-    command = run_module(module, "job", "/nowhere", python=str(other))
+    command = run_module(module, "job", "job", python=str(other))
     start(hostile, command, PYTHONPATH=f".:{ROOT / 'launcher'}:")
     for name in FIRST:
         plant(hostile, name)
