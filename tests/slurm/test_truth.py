@@ -93,6 +93,7 @@ class FaultLog:
         return self.run.wait_safe((self.run.state().incidents[-1].step_restored or 0) + 200)
 
 
+@pytest.mark.long  # three minutes alone; test_simulated.py shows nearly the same of fewer faults
 def test_the_report_agrees_with_the_log_of_the_faults(
     cluster: Cluster, tmp_path: Path, trained_plainly: Callable[..., str]
 ) -> None:
