@@ -34,7 +34,8 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     print(f"{name}: plan {found.plan.seed}: {found.broken}")
     if not first:
         finders[name] = found.plan.seed
-        FINDERS.write_text(json.dumps(dict(sorted(finders.items())), indent=1) + "\n")
+        kept = {one: seed for one, seed in sorted(finders.items()) if one in PLANTED}
+        FINDERS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def test_the_plans_that_find_planted_bugs_break_no_rule_without_them() -> None:

@@ -18,6 +18,7 @@ from jurymast.core.supervision.departure import Departure
 from jurymast.core.supervision.machine import Supervision
 from jurymast.sim.cluster.plans import Fault, Plan, mixed_plan, random_plan
 
+_on_step_ended = ends.step_ended
 _on_pulse, _missing, _book = Succession.on_pulse, replicas.missing_replicas, Ledger._book
 
 
@@ -41,6 +42,11 @@ def _deaf(self: Succession, value: str | None, now: float) -> Any:
     if value is not None and self._quiet_since is not None:
         self._pulse = value
     return _on_pulse(self, value, now)
+
+
+def _as_a_job(state: RunState) -> None:
+    _on_step_ended(state)
+    state.step_alone = False
 
 
 def _forgets(state: RunState, how: str, code: int, reason: str) -> Any:
@@ -111,6 +117,7 @@ PLANTED_TOLD: dict[str, Any] = {
     ),
     "61: whoever has an image copies it again": (random_plan, [(replicas, "missing_replicas", _all_again)]),
     "62: the word of a step's end is refused": (step_ends, [(Departure, "refusal", _refuses)]),
+    "62: a run does not say that its step alone has ended": (step_ends, [(ends, "step_ended", _as_a_job)]),
     "62: nobody waits for the word of a step's end": (step_ends, [(explained, "may_have_ended", _over)]),
     "21: steps that are done again count as new ones": (
         partial(random_plan, only=("rank",)),

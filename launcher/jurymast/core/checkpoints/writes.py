@@ -134,7 +134,7 @@ class Writes:
         self._next_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
         self._tried: dict[str, StateId] = {}
-        self._gone: dict[str, StateId] = {}  # the last write of which failed as its image was there no longer
+        self._gone: dict[str, StateId] = {}  # by tier, whose last write found an image gone
         self.retries = Retries()
         self._reach = Reachability(tries=1)
         self._numbers = itertools.count(1)

@@ -152,8 +152,8 @@ class Unreplicated(ToSupervisor, frozen=True, kw_only=True):
 
 
 class Written(ToSupervisor, frozen=True, kw_only=True):
-    """A node's part of a write has ended; `why` if it is not `ok`, and whether an image was `gone`: ranks had
-    saved anew in its place, which says nothing of the storage."""
+    """A node's part of a write has ended; `why` if it is not `ok`. `gone`: an image was no longer in memory,
+    as ranks have saved anew since the order, which says nothing of the storage."""
 
     id: str
     tier: str

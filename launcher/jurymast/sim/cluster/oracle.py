@@ -50,7 +50,7 @@ BOUNDED = "11: attempts without a new step are bounded"
 COUNTED = "21: the account of a run counts all time once, and all steps"
 KEPT_TWICE = "12: no node alone has what was saved"
 BY_THE_NEWEST = "52: what nobody can take back only the newest supervisor does"
-ENDS_WITH_STEP = "62: a run whose step Slurm ends is over, and no node is blamed"
+ENDS_WITH_STEP = "62: a run whose step Slurm ends is over, says so, and no node is blamed"
 MAY_SAVE = "15: ranks that leave after a signal are not ended by those that left before"
 
 # A fault this long ago no longer affects a node.
@@ -272,7 +272,7 @@ class Oracle:
         right all the same."""
         state, node = supervisor.state, supervisor.site.name
         if self.calm.over_at == self._step_ended_at:  # and nothing has struck since
-            if state.phase is not Phase.CANCELLED or state.excluded:
+            if state.phase is not Phase.CANCELLED or state.excluded or not state.step_alone:
                 how = f"the run is {state.public_state}, without {[*state.excluded]}: {decided.reason}"
                 self.fail(ENDS_WITH_STEP, how)
             return
